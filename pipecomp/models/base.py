@@ -1,0 +1,124 @@
+"""What a model is to the runtime: a flat list of layers, of which a worker builds only some. Knows torch; no sockets, no steps.
+
+    layer 0      embedding             token ids -> hidden states
+    layer 1..n   transformer blocks    hidden states -> hidden states
+    layer n+1    head                  final norm + output projection: hidden states -> logits (-> loss)
+
+A family (`gpt2`, `llama`, ...) says how transformers' own modules make up that list and which checkpoint names each layer
+owns. Tied weights are the one thing that joins two layers; `TiedWeight` names them, and the runtime sums their gradients.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from pipecomp.types import Shard
+
+
+class Batch(NamedTuple):
+    """One microbatch as every stage sees it, padded on the right to its longest sample."""
+
+    lengths: tuple[int, ...]  # real tokens of each sample; B = len(lengths), T = max(lengths)
+    input_ids: torch.Tensor | None  # (B, T) int64, only where the embedding is
+    labels: torch.Tensor | None  # (B, T) int64, -100 where no loss, only where the head is; shifted by the loss itself
+
+
+class ParameterSpec(msgspec.Struct, frozen=True):
+    """One parameter as the checkpoint names it."""
+
+    name: str  # Hugging Face's full name, for example `transformer.h.3.attn.c_attn.weight`
+    shape: tuple[int, ...]
+    layer: int  # index in the flat list of layers
+    trainable: bool
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """What partitioning needs to know of a layer."""
+
+    index: int
+    kind: str  # "embedding" | "block" | "head"
+    num_parameters: int  # a tied weight counts where it is used: in both layers
+    cost: float  # multiply-adds per token of a forward pass
+
+
+class TiedWeight(msgspec.Struct, frozen=True):
+    """A weight that two layers share. The checkpoint holds it once, under `name`."""
+
+    name: str  # the embedding's name, for example `transformer.wte.weight`
+    alias: str  # the head's name, for example `lm_head.weight`
+    first_layer: int
+    last_layer: int
+    num_values: int
+
+
+class ModelPlan(msgspec.Struct, frozen=True):
+    """Everything about a model that can be known without its weights."""
+
+    family: str
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    layers: tuple[LayerSpec, ...]
+    parameters: tuple[ParameterSpec, ...]  # in layer order; a tied weight stands once, in its first layer
+    tied: TiedWeight | None
+
+
+class StageModule(torch.nn.Module, abc.ABC):
+    """The layers of one shard, materialized. Parameters are fp32."""
+
+    shard: Shard
+    is_first: bool  # holds the embedding
+    is_last: bool  # holds the head
+
+    @abc.abstractmethod
+    def forward_layers(self, hidden: torch.Tensor | None, batch: Batch, *, seeds: LayerSeeds | None) -> torch.Tensor:
+        """Run the shard's layers.
+
+        Args:
+            hidden: (B, T, H) fp32, zeros at padding; None where the shard starts with the embedding.
+            batch: lengths for masks and positions; `input_ids` where the embedding is.
+            seeds: seed of each layer's dropout; None in evaluation (dropout off).
+
+        Returns:
+            (B, T, H) hidden states, or (B, T, vocab) logits where the shard ends with the head.
+        """
+
+    @abc.abstractmethod
+    def loss_sum(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Sum (not mean) of the token losses, fp32 scalar with graph; `labels` are shifted here as transformers does."""
+
+    @abc.abstractmethod
+    def named_checkpoint_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by Hugging Face name, in layer order then in order of definition. The head's copy of a tied weight
+        appears under its alias when the embedding is in this shard too or not (it is a separate Parameter always)."""
+
+
+class LayerSeeds(abc.ABC):
+    """Gives each layer its dropout seed, a function of (run seed, step, microbatch, layer) (law 12)."""
+
+    @abc.abstractmethod
+    def seed(self, layer: int) -> int:
+        """64-bit seed of one layer."""
+
+
+class Model(abc.ABC):
+    """A model that is known by its configuration; its weights are elsewhere."""
+
+    plan: ModelPlan
+
+    @abc.abstractmethod
+    def build(self, shard: Shard) -> StageModule:
+        """The shard's modules on the meta device, parameters not materialized yet (requires_grad set per `trainable`)."""
+
+    @abc.abstractmethod
+    def initialize(self, module: StageModule, weights: Mapping[str, torch.Tensor] | None, *, seed: int) -> None:
+        """Materialize a shard: from `weights` (checkpoint name -> tensor, any float dtype) or, with None, at random.
+
+        Random weights of a layer depend on (seed, layer) only, so every split gives the same numbers. A tied weight is
+        the same at both ends. Raises ConfigError naming each missing or misshapen tensor.
+        """
