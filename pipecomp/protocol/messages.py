@@ -1,0 +1,448 @@
+"""Every message that crosses between processes, as frozen tagged values. Knows ids and sizes; no sockets, time or tensors.
+
+Control session: a worker dials the coordinator.              Data links: a worker dials a neighbour or the coordinator.
+
+    worker                          coordinator               dialling end                         listening end
+    Join                     ->                               LinkHello(next_sequence)      <->    LinkHello(next_sequence)
+                             <-     Welcome | Refused         TensorMessage forward         ->
+                             <-     Assignment                                              <-     TensorMessage backward
+    Ready                    ->                               Ack(sequence)                 <->    Ack(sequence)
+                             <-     StepPlan
+    Prepared | StepFailed    ->                               WeightsRequest                ->     (the coordinator)
+                             <-     Commit | Abort                                          <-     WeightsChunk
+    Committed | Aborted      ->                               WeightsChunk (trained)        ->
+                             <-     EvaluationPlan
+    Evaluated                ->
+                             <-     SendWeights
+    WeightsSent              ->
+    Heartbeat                ->
+                             <-     HeartbeatReply
+    Failed | Goodbye         ->
+                             <-     Stop
+
+A message with raw buffers has a field `buffer_nbytes`: the length of each frame that follows the header. `sequence` numbers
+the messages of one direction of one link from 0; the link sets it. Unknown fields are ignored, so that versions can differ
+by one. Times are seconds; losses and norms are fp64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pipecomp.types import Kind
+
+PROTOCOL_VERSION = 1
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    pass
+
+
+# ---------------------------------------------------------------- joining
+
+
+class Join(_Message):
+    """A worker asks to take part. An empty hash claims nothing; one that is given must equal the coordinator's."""
+
+    protocol_version: int
+    version: str
+    worker: str
+    host: str
+    process_id: int
+    data_address: str  # what neighbours dial
+    device: str
+    num_cores: int
+    memory_nbytes: int
+    config_hash: str = ""
+    model_hash: str = ""
+    tokenizer_hash: str = ""
+
+
+class Refused(_Message):
+    """The worker may not join; `reason` names both values that differ and what to do."""
+
+    worker: str
+    reason: str
+
+
+class Welcome(_Message):
+    """The worker is in; it waits for its assignment."""
+
+    run: str
+    worker: str
+    weights_address: str  # where the coordinator serves and collects weights, as seen from the coordinator
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+
+
+class StageAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a stage is."""
+
+    stage: int
+    rank: int
+    first_layer: int
+    end_layer: int
+    worker: str
+    data_address: str
+    needs_input_gradient: bool  # some trainable parameter lies in an earlier stage
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint tensor that the coordinator can send."""
+
+    name: str
+    dtype: str  # safetensors' names: F32, BF16, F16
+    shape: tuple[int, ...]
+    nbytes: int
+    content_hash: str  # xxh3-64 of its bytes, hexadecimal
+
+
+class Assignment(_Message):
+    """What a worker holds and how the run goes. The same for all workers but for `rank` and `tensors`."""
+
+    run: str
+    epoch: int  # assignment epoch; messages of another epoch are refused
+    replica: int
+    rank: int
+    stages: tuple[StageAddress, ...]  # all stages of the replica in order; those with this rank are the worker's
+    tied: str  # "none" | "local" (embedding and head on one worker) | "exchange" (their gradients cross, kind tied)
+    config: dict[str, Any]  # the resolved RunConfig as plain values
+    model_config: dict[str, Any]  # transformers' configuration as plain values
+    random_weights: bool
+    tensors: tuple[TensorEntry, ...]  # of this worker's stages; empty with random weights
+    model_hash: str
+    num_threads: int  # torch threads; 0: the worker decides
+
+
+class Ready(_Message):
+    """The worker has its weights and its links."""
+
+    epoch: int
+    num_parameters: int
+    num_trainable: int
+    peak_memory_nbytes: int
+
+
+# ---------------------------------------------------------------- steps
+
+
+class SampleRef(msgspec.Struct, frozen=True, array_like=True):
+    sample_id: int
+    length: int
+
+
+class StepPlan(_Message):
+    """One optimizer step. Buffers: `input_ids` and `labels` (int32, little-endian, samples joined without padding, in order
+    of microbatches) where the receiving worker needs them."""
+
+    epoch: int
+    step: int  # never repeats, aborted steps included
+    learning_rate: float
+    num_targets: int  # label tokens of the whole batch, after the shift; the loss is divided by it
+    microbatches: tuple[tuple[SampleRef, ...], ...]
+    has_input_ids: bool
+    has_labels: bool
+    buffer_nbytes: tuple[int, ...]
+
+
+class LayerNorms(msgspec.Struct, frozen=True, array_like=True):
+    """Squared gradient norms (fp64) of one layer's trainable parameters, in order of definition."""
+
+    layer: int
+    squared_norms: tuple[float, ...]
+
+
+class Prepared(_Message):
+    """The worker's gradients are complete; it can commit or abort. `loss_sums` (one a microbatch) only from the head."""
+
+    epoch: int
+    step: int
+    loss_sums: tuple[float, ...]
+    layer_norms: tuple[LayerNorms, ...]
+
+
+class StepFailed(_Message):
+    """The step cannot be prepared here (values not finite, say); the coordinator aborts it everywhere."""
+
+    epoch: int
+    step: int
+    stage: int
+    reason: str
+
+
+class Commit(_Message):
+    """Apply the step: scale the gradients by `clip_coefficient`, step the optimizer, make staged messages current."""
+
+    epoch: int
+    step: int
+    gradient_norm: float
+    clip_coefficient: float
+
+
+class Abort(_Message):
+    """Forget the step: gradients and staged messages."""
+
+    epoch: int
+    step: int
+    reason: str
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker has sent since the start, of one kind, over one link."""
+
+    link: str
+    kind: Kind
+    values: int  # real values only; padding is never counted
+    payload_nbytes: int
+    header_nbytes: int
+    messages: int
+
+
+class LinkMeter(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over the values encoded for one link and kind in this step; the sender measures them (fp64)."""
+
+    link: str
+    kind: Kind
+    squared_error: float  # |a - m_out|^2
+    squared_delta: float  # |a - m_in|^2 over samples that had a message
+    squared_delta_values: float  # |a|^2 over those samples
+    squared_values: float  # |a|^2 over all
+    first_visits: int
+    samples: int
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself after a step."""
+
+    compute_s: float
+    peak_memory_nbytes: int
+    message_nbytes: int
+    traffic: tuple[Traffic, ...]
+    meters: tuple[LinkMeter, ...]
+
+
+class Committed(_Message):
+    epoch: int
+    step: int
+    report: StepReport
+
+
+class Aborted(_Message):
+    epoch: int
+    step: int
+
+
+class EvaluationPlan(_Message):
+    """Forward passes only; touches no message and no weight. Buffers as in StepPlan."""
+
+    epoch: int
+    evaluation: int  # never repeats
+    microbatches: tuple[tuple[SampleRef, ...], ...]
+    has_input_ids: bool
+    has_labels: bool
+    buffer_nbytes: tuple[int, ...]
+
+
+class Evaluated(_Message):
+    """`loss_sums` (one a microbatch) only from the head; `traffic` as in StepReport."""
+
+    epoch: int
+    evaluation: int
+    loss_sums: tuple[float, ...]
+    traffic: tuple[Traffic, ...]
+
+
+# ---------------------------------------------------------------- life and end
+
+
+class Heartbeat(_Message):
+    sent_at_s: float
+    activity: str  # for people: "forward of microbatch 3 on stage 1, step 17"
+    step: int
+    memory_nbytes: int
+
+
+class HeartbeatReply(_Message):
+    sent_at_s: float
+
+
+class SendWeights(_Message):
+    """Send the trained tensors of your stages over the weights link."""
+
+    epoch: int
+
+
+class WeightsSent(_Message):
+    epoch: int
+    num_tensors: int
+    traffic: tuple[Traffic, ...]
+
+
+class Failed(_Message):
+    """The worker cannot go on; it ends after this."""
+
+    worker: str
+    stages: tuple[int, ...]
+    activity: str
+    reason: str
+
+
+class LinkLost(_Message):
+    """A neighbour cannot be reached any more; the coordinator finds out which end is at fault."""
+
+    link: str
+    peer_worker: str
+    reason: str
+
+
+class Stop(_Message):
+    """The run is over; `failed` says that it ended badly."""
+
+    reason: str
+    failed: bool
+
+
+class Goodbye(_Message):
+    """The worker leaves (after Stop, or because its own user asked for it)."""
+
+    worker: str
+    reason: str
+
+
+# ---------------------------------------------------------------- data links
+
+
+class LinkHello(_Message):
+    """First message of each end on each new connection of a link; asks to go on from `next_sequence`."""
+
+    run: str
+    epoch: int
+    link: str
+    worker: str
+    next_sequence: int
+
+
+class Ack(_Message):
+    """Every message up to and including `sequence` has been taken; its credit is free again."""
+
+    sequence: int
+
+
+class Resend(_Message):
+    """The receiver cannot use what it got for a sample; the sender should send it whole."""
+
+    sequence: int
+    step: int
+    microbatch: int
+    kind: Kind
+    sample_id: int
+    reason: str
+
+
+class SampleHeader(msgspec.Struct, frozen=True, array_like=True):
+    """One sample of a TensorMessage."""
+
+    sample_id: int
+    version: int  # of the message the values are coded against; 0: none (first visit, or a codec without messages)
+    num_rows: int  # real positions; padding does not travel
+
+
+class TensorMessage(_Message):
+    """Activations (forward, evaluation) or their gradients (backward) of one microbatch. Buffers: one a sample."""
+
+    sequence: int
+    run: str
+    epoch: int
+    replica: int
+    kind: Kind
+    step: int  # for evaluation the number of the evaluation
+    microbatch: int
+    stage: int  # destination
+    codec: str
+    num_columns: int
+    samples: tuple[SampleHeader, ...]
+    buffer_nbytes: tuple[int, ...]
+
+
+class GradientMessage(_Message):
+    """A piece of one parameter's gradient (kind tied). Buffers: one."""
+
+    sequence: int
+    run: str
+    epoch: int
+    replica: int
+    kind: Kind
+    step: int
+    stage: int
+    codec: str
+    name: str
+    offset: int  # first value of this piece in the flattened gradient
+    num_values: int
+    buffer_nbytes: tuple[int, ...]
+
+
+class WeightsRequest(_Message):
+    """Asks the coordinator for bytes `offset .. offset + nbytes` of a checkpoint tensor."""
+
+    sequence: int
+    name: str
+    offset: int
+    nbytes: int
+
+
+class WeightsChunk(_Message):
+    """Bytes of a checkpoint tensor, in either direction. Buffers: one."""
+
+    sequence: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    total_nbytes: int
+    buffer_nbytes: tuple[int, ...]
+
+
+ControlMessage = (
+    Join
+    | Refused
+    | Welcome
+    | Assignment
+    | Ready
+    | StepPlan
+    | Prepared
+    | StepFailed
+    | Commit
+    | Abort
+    | Committed
+    | Aborted
+    | EvaluationPlan
+    | Evaluated
+    | Heartbeat
+    | HeartbeatReply
+    | SendWeights
+    | WeightsSent
+    | Failed
+    | LinkLost
+    | Stop
+    | Goodbye
+)
+LinkMessage = LinkHello | Ack | Resend | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
+SequencedMessage = Resend | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
+Message = ControlMessage | LinkMessage
+
+
+def stage_link(replica: int, stage: int) -> str:
+    """Name of the link from `stage` to `stage + 1`; the worker of `stage` dials."""
+    return f"{replica}/{stage}-{stage + 1}"
+
+
+def tied_link(replica: int) -> str:
+    """Name of the link between embedding and head; the worker of the embedding dials."""
+    return f"{replica}/tied"
+
+
+def weights_link(worker: str) -> str:
+    """Name of the link between a worker and the coordinator's weights; the worker dials."""
+    return f"weights/{worker}"
