@@ -1,0 +1,209 @@
+"""Read the records of a text or JSONL file, one at a time, each with the line it stands on. Knows no tokenizer and no sample.
+
+    .txt, .md       documents with blank lines between them; a file without blank lines is one document
+    .jsonl          one JSON object a line, told apart by its columns:
+                      {"text": ...}                          every token is trained
+                      {"prompt": ..., "completion": ...}     the completion is trained
+                      {"messages": [{"role": ..., "content": ...}, ...]}     the assistant's turns are trained
+
+Which columns count is decided by the first record and holds for the whole file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from pipecomp.errors import ConfigError
+
+_SUFFIXES: Mapping[str, Literal["text", "jsonl"]] = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+}
+
+
+class DataSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a file becomes samples. Whatever is here is part of every sample's id."""
+
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    """`auto` goes by the file's suffix."""
+    text_column: str = "text"
+    max_length: int = 256
+    """Most tokens in a sample; a longer record becomes several samples."""
+    packing: bool = False
+    """Join all records in the order of the file and cut the whole at every `max_length`-th token."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ConfigError(f"data.max_length is {self.max_length}; a prediction needs at least 2 tokens")
+
+
+class TextRecord(NamedTuple):
+    line: int
+    text: str
+
+
+class PromptRecord(NamedTuple):
+    line: int
+    prompt: str
+    completion: str
+
+
+class ChatRecord(NamedTuple):
+    line: int
+    messages: list[dict[str, Any]]
+
+
+Record = TextRecord | PromptRecord | ChatRecord
+_Row = Mapping[str, Any]
+_Parse = Callable[["_Place", _Row], Record]
+
+
+class _Place(NamedTuple):
+    """Where a record stands, for error messages."""
+
+    path: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}"
+
+
+def read_records(path: Path, settings: DataSettings) -> Iterator[Record]:
+    """The records of `path` in the order of the file, the empty ones among them.
+
+    Raises:
+        ConfigError: the file is missing, of an unknown kind, not UTF-8, not JSON, or a column is missing or of the wrong type.
+    """
+    kind = _file_format(path, settings)
+    lines = _lines(path)
+    return _documents(lines) if kind == "text" else _rows(lines, settings)
+
+
+def _file_format(path: Path, settings: DataSettings) -> Literal["text", "jsonl"]:
+    if settings.format != "auto":
+        return settings.format
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(
+            f"{path}: the suffix {path.suffix!r} says nothing about the file's format; name it .txt or .jsonl, "
+            'or set data.format to "text" or "jsonl"'
+        )
+    return _SUFFIXES[path.suffix.lower()]
+
+
+def _lines(path: Path) -> Iterator[tuple[_Place, str]]:
+    """Lines end at a newline only: JSON strings may hold the other characters that Python splits lines at."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                place = _Place(path, number)
+                yield place, _decode(place, raw)
+    except OSError as e:
+        raise ConfigError(f"cannot read the data file {path}: {e.strerror or e}; check data.train and data.eval") from e
+
+
+def _decode(place: _Place, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig" if place.line == 1 else "utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{place}: byte {e.start + 1} is not valid UTF-8; save the file as UTF-8") from e
+
+
+def _documents(lines: Iterator[tuple[_Place, str]]) -> Iterator[Record]:
+    collected: list[str] = []
+    first_line = 1
+    for place, line in lines:
+        if line.strip():
+            first_line = first_line if collected else place.line
+            collected.append(line)
+        elif collected:
+            yield TextRecord(first_line, "".join(collected).rstrip("\r\n"))
+            collected = []
+    if collected:
+        yield TextRecord(first_line, "".join(collected).rstrip("\r\n"))
+
+
+def _rows(lines: Iterator[tuple[_Place, str]], settings: DataSettings) -> Iterator[Record]:
+    parse: _Parse | None = None
+    for place, line in lines:
+        if not line.strip():
+            continue
+        row = _parse_json(place, line)
+        if parse is None:
+            parse = _choose(place, row, settings)
+        yield parse(place, row)
+
+
+def _parse_json(place: _Place, line: str) -> _Row:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise ConfigError(f"{place}: not valid JSON ({e}); a .jsonl file holds one JSON object a line") from e
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f'{place}: a {_json_type(row)}, not a JSON object; each line must look like {{"text": "..."}}'
+        )
+    return row
+
+
+def _choose(place: _Place, row: _Row, settings: DataSettings) -> _Parse:
+    """Tell the kind of a file from its first record."""
+
+    def text(place: _Place, row: _Row) -> Record:
+        return TextRecord(place.line, _text(place, row, settings.text_column))
+
+    if settings.text_column in row:
+        return text
+    if "prompt" in row and "completion" in row:
+        return _prompt
+    if "messages" in row:
+        return _chat
+    raise _missing(place, row, settings.text_column)
+
+
+def _prompt(place: _Place, row: _Row) -> Record:
+    return PromptRecord(place.line, _text(place, row, "prompt"), _text(place, row, "completion"))
+
+
+def _chat(place: _Place, row: _Row) -> Record:
+    messages = row.get("messages", None)
+    if "messages" not in row:
+        raise _missing(place, row, "messages")
+    if not isinstance(messages, list):
+        raise ConfigError(
+            f"{place}: 'messages' is a {_json_type(messages)}; it must be a list of objects with role and content"
+        )
+    for index, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            raise ConfigError(f"{place}: messages[{index}] must be an object whose 'role' and 'content' are strings")
+    return ChatRecord(place.line, messages)
+
+
+def _text(place: _Place, row: _Row, column: str) -> str:
+    if column not in row:
+        raise _missing(place, row, column)
+    value = row[column]
+    if not isinstance(value, str):
+        raise ConfigError(f"{place}: column {column!r} is a {_json_type(value)}; it must be a string")
+    return value
+
+
+def _missing(place: _Place, row: _Row, column: str) -> ConfigError:
+    columns = ", ".join(map(repr, row)) or "none"
+    return ConfigError(
+        f"{place}: no column {column!r}; the columns there are: {columns}. Set data.text_column to the one that holds the text, "
+        "or give each record 'prompt' and 'completion', or 'messages'"
+    )
+
+
+def _json_type(value: object) -> str:
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
+    return names.get(type(value), "null")
