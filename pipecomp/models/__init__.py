@@ -1,0 +1,43 @@
+"""Models as flat lists of layers: open one, build a shard of it, save it. Knows names only; the work is loaded on first use.
+
+    open_model(config.model)                          the coordinator: a folder, a hub name or a bare configuration
+    model_from_config(json, freeze=..., dropout=...)  a worker: from plain values, with no file at all
+    tokenizer_files(config.model)                     what a saved model needs besides its weights
+
+Every module here that is not `base` and does not start with `_` is a family's plugin.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipecomp.models._checkpoint import CheckpointReader, TensorEntry, tensor_bytes, tensor_from_bytes
+    from pipecomp.models._sources import model_from_config, open_model, tokenizer_files
+
+__all__ = [
+    "CheckpointReader",
+    "TensorEntry",
+    "model_from_config",
+    "open_model",
+    "tensor_bytes",
+    "tensor_from_bytes",
+    "tokenizer_files",
+]
+
+_HOMES = {
+    "CheckpointReader": "_checkpoint",
+    "TensorEntry": "_checkpoint",
+    "tensor_bytes": "_checkpoint",
+    "tensor_from_bytes": "_checkpoint",
+    "model_from_config": "_sources",
+    "open_model": "_sources",
+    "tokenizer_files": "_sources",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the module holds
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,18 +5,26 @@
     layer n+1    head                  final norm + output projection: hidden states -> logits (-> loss)
 
 A family (`gpt2`, `llama`, ...) says how transformers' own modules make up that list and which checkpoint names each layer
-owns. Tied weights are the one thing that joins two layers; `TiedWeight` names them, and the runtime sums their gradients.
+owns.
+
+Tied weights are the one thing that joins two layers; `TiedWeight` names them. The head always has a Parameter of its own
+with a gradient of its own, and the runtime adds the two (embedding's first) once, at the end of a step:
+
+    embedding and head in one shard, or joined by `share_tied_storage`
+                    two Parameters, one storage (`tied_alias_shares_storage`): only the embedding's is stepped, and counted
+    head alone      two storages that start equal and take the same step from the same sum, and so stay bit-equal
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from pipecomp.models._checkpoint import CheckpointReader
 from pipecomp.types import Shard
 
 
@@ -74,6 +82,7 @@ class StageModule(torch.nn.Module, abc.ABC):
     shard: Shard
     is_first: bool  # holds the embedding
     is_last: bool  # holds the head
+    tied_alias_shares_storage: bool  # the head's copy of a tied weight is the embedding's memory: step the embedding's only
 
     @abc.abstractmethod
     def forward_layers(self, hidden: torch.Tensor | None, batch: Batch, *, seeds: LayerSeeds | None) -> torch.Tensor:
@@ -90,12 +99,16 @@ class StageModule(torch.nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def loss_sum(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Sum (not mean) of the token losses, fp32 scalar with graph; `labels` are shifted here as transformers does."""
+        """Sum (not mean) of the token losses, fp32 scalar with graph; `labels` are shifted here as transformers does.
+
+        `(loss_sum(logits, batch) / num_tokens).backward()`, with `num_tokens` an int over the whole batch of microbatches,
+        gives the bits of `model(..., labels=labels, num_items_in_batch=num_tokens).loss.backward()`.
+        """
 
     @abc.abstractmethod
     def named_checkpoint_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters by Hugging Face name, in layer order then in order of definition. The head's copy of a tied weight
-        appears under its alias when the embedding is in this shard too or not (it is a separate Parameter always)."""
+        appears under its alias, whether the embedding is in this shard too or not (it is a separate Parameter always)."""
 
 
 class LayerSeeds(abc.ABC):
@@ -107,18 +120,40 @@ class LayerSeeds(abc.ABC):
 
 
 class Model(abc.ABC):
-    """A model that is known by its configuration; its weights are elsewhere."""
+    """A model that is known by its configuration; its weights are elsewhere.
+
+    Attributes:
+        plan: the flat list of layers and their parameters.
+        config: transformers' configuration as plain JSON values. It is all that another process needs to build the same
+            model, besides the freeze patterns and the dropout (which are not in it).
+        hash: 16 hexadecimal digits, xxh3_64 over `config` in canonical JSON.
+        weights: where pretrained tensors are read from; None where the weights are random or come from another process.
+    """
 
     plan: ModelPlan
+    config: dict[str, Any]
+    hash: str
+    weights: CheckpointReader | None
 
     @abc.abstractmethod
     def build(self, shard: Shard) -> StageModule:
         """The shard's modules on the meta device, parameters not materialized yet (requires_grad set per `trainable`)."""
 
     @abc.abstractmethod
+    def checkpoint_names(self, shard: Shard) -> tuple[str, ...]:
+        """Names of the tensors that `initialize` reads for a shard, each once, in layer order. A head without its
+        embedding reads a tied weight under the embedding's name."""
+
+    @abc.abstractmethod
     def initialize(self, module: StageModule, weights: Mapping[str, torch.Tensor] | None, *, seed: int) -> None:
-        """Materialize a shard: from `weights` (checkpoint name -> tensor, any float dtype) or, with None, at random.
+        """Materialize a shard on the CPU: from `weights` (checkpoint name -> tensor, any float dtype) or, with None, at
+        random. Tensors are asked for one at a time, in the order of `checkpoint_names`, and copied.
 
         Random weights of a layer depend on (seed, layer) only, so every split gives the same numbers. A tied weight is
         the same at both ends. Raises ConfigError naming each missing or misshapen tensor.
         """
+
+    @abc.abstractmethod
+    def share_tied_storage(self, first: StageModule, last: StageModule) -> None:
+        """Let the head of `last` use the memory of the embedding of `first`, where one process holds both in two shards.
+        Call it after both are on their device; does nothing where the model ties no weights."""
