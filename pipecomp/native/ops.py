@@ -1,0 +1,275 @@
+"""The contract of the kernels: dtypes, shapes, bit order, rounding, sizes. Knows NumPy arrays; knows no tensor, no socket.
+
+Every backend (`reference`, `cpu`, a device's) gives the same bits for the same arguments; `docs/numerics.md` has the whole
+arithmetic. Here the arguments are checked once, then a backend is picked.
+
+    values (n,) fp32 ── minus message_in ──> differences, cut into groups of `layout.group`
+      group of g differences   -> one scale (its step), and g codes of `bits` bits
+      block = the fewest whole groups that hold at least 128 values: the unit of packing
+      block of L codes         -> one plane of bytes for each width in PLANES[bits], low bits first
+      plane of width w         -> Q = ceil(L * w / 8) bytes; code i sits in byte i % Q, shifted left by w * (i // Q)
+
+So neighbouring codes lie in neighbouring bytes, and whole vectors are packed by a shift and an or. 4 codes a byte, Q = 3:
+
+    byte 0: c9 c6 c3 c0      byte 1: c10 c7 c4 c1      byte 2: c11 c8 c5 c2      (highest bits on the left)
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Final, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from pipecomp.errors import CodecError, CorruptPayload, NonFiniteValues
+
+Scale = Literal["fp32", "bf16", "fp16"]
+Rounding = Literal["nearest", "stochastic"]
+FloatArray = npt.NDArray[np.float32]
+ByteArray = npt.NDArray[np.uint8]
+
+MIN_BLOCK: Final = 128
+"""A block holds at least this many values (the last one may be shorter): eight 16-byte vectors of one-bit codes."""
+
+PLANES: Final[dict[int, tuple[int, ...]]] = {
+    1: (1,),
+    2: (2,),
+    3: (2, 1),
+    4: (4,),
+    5: (4, 1),
+    6: (4, 2),
+    7: (4, 2, 1),
+    8: (8,),
+}
+"""Widths of the planes that codes of so many bits are cut into; the first plane holds the lowest bits."""
+
+SCALE_NBYTES: Final[dict[Scale, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+_SCALE_MAX: Final[dict[Scale, float]] = {
+    "fp32": float(np.finfo(np.float32).max),
+    "bf16": float.fromhex("0x1.FEp127"),
+    "fp16": 65504.0,
+}
+_SCALE_MANTISSA: Final[dict[Scale, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}
+
+
+class Layout(NamedTuple):
+    """How values become bytes; both ends must hold the same. The decoder needs no more: it does not depend on rounding."""
+
+    bits: int  # 1 .. 8
+    group: int  # values that share one scale, >= 1; the last group of an array may be shorter
+    scale: Scale = "bf16"
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise CodecError, naming the field, unless the layout is one that the kernels know."""
+    if layout.bits not in PLANES:
+        raise CodecError(f"bits must be 1 to 8, got {layout.bits!r}")
+    if layout.group < 1:
+        raise CodecError(f"group must be at least 1, got {layout.group!r}")
+    if layout.scale not in SCALE_NBYTES:
+        raise CodecError(f"scale must be one of {', '.join(get_args(Scale))}, got {layout.scale!r}")
+
+
+def block_length(group: int) -> int:
+    """Values in one unit of packing: the fewest whole groups that hold at least MIN_BLOCK values."""
+    return group * -(-MIN_BLOCK // group)
+
+
+def block_nbytes(length: int, bits: int) -> int:
+    """Bytes of the planes of one block of `length` codes."""
+    return sum(-(-length * width // 8) for width in PLANES[bits])
+
+
+def codes_nbytes(num_values: int, layout: Layout) -> int:
+    """Exact bytes of the packed codes of `num_values` values: `num_values * bits / 8`, each plane of each block rounded up."""
+    num_blocks, rest = divmod(num_values, block_length(layout.group))
+    return num_blocks * block_nbytes(block_length(layout.group), layout.bits) + block_nbytes(rest, layout.bits)
+
+
+def scales_nbytes(num_values: int, layout: Layout) -> int:
+    """Exact bytes of the scales of `num_values` values, one for each group begun."""
+    return -(-num_values // layout.group) * SCALE_NBYTES[layout.scale]
+
+
+def step_factor(bits: int, rounding: Rounding) -> np.float32:
+    """step = absmax * step_factor. Nearest: 2^bits cells cover [-absmax, absmax]. Stochastic: the outermost levels are +-absmax."""
+    if rounding == "nearest":
+        return np.float32(2.0 ** (1 - bits))
+    return np.float32(2.0 / (2**bits - 1))
+
+
+def smallest_step(scale: Scale) -> np.float32:
+    """A step below this becomes 0: the group is then sent as all zeros, and decodes to its message."""
+    return np.float32(2.0**-24 if scale == "fp16" else 2.0**-126)
+
+
+def largest_step(bits: int, scale: Scale) -> np.float32:
+    """A step above this saturates to it: the largest that the scale's dtype holds and whose outermost level is finite."""
+    limit = min(_SCALE_MAX[scale], _SCALE_MAX["fp32"] / max(2.0 ** (bits - 1) - 0.5, 1.0))
+    mantissa, exponent = np.frexp(limit)
+    unit = 2.0 ** _SCALE_MANTISSA[scale]
+    return np.float32(np.ldexp(np.floor(mantissa * unit) / unit, int(exponent)))
+
+
+def encode(
+    values: FloatArray,
+    layout: Layout,
+    *,
+    scales: ByteArray,
+    codes: ByteArray,
+    message_in: FloatArray | None = None,
+    message_out: FloatArray | None = None,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+) -> None:
+    """Quantize `values - message_in` into `scales` and `codes`, in one pass; write what the decoder will see to `message_out`.
+
+    Args:
+        values: (n,) fp32.
+        layout: bits, group and dtype of the scales.
+        scales: (scales_nbytes,) uint8, written; little-endian, any alignment.
+        codes: (codes_nbytes,) uint8, written, any alignment.
+        message_in: (n,) fp32, or None for zeros.
+        message_out: (n,) fp32, written, or None; bit for bit what `decode` gives for the same `message_in`.
+        rounding: to the nearest level, or up or down by chance so that the mean is unbiased.
+        seed: of stochastic rounding, taken modulo 2^64. Chance is a function of (seed, position) alone.
+
+    Error bound: |message_out - values| <= step / 2 (nearest), < step (stochastic), and the rounding of fp32, where step is
+    the group's scale: absmax * step_factor, rounded to the scale's dtype. Deterministic in every case.
+
+    Raises:
+        NonFiniteValues: NaN or infinity in `values` or in the difference; says where. The outputs are then undefined.
+        CodecError: an argument of the wrong dtype, shape or memory layout, or outputs that overlap other arguments.
+    """
+    check_layout(layout)
+    if rounding not in get_args(Rounding):
+        raise CodecError(f"rounding must be nearest or stochastic, got {rounding!r}")
+    num_values = _check_floats("values", values, None)
+    _check_bytes("scales", scales, scales_nbytes(num_values, layout))
+    _check_bytes("codes", codes, codes_nbytes(num_values, layout))
+    inputs = [values]
+    outputs: list[tuple[str, np.ndarray]] = [("scales", scales), ("codes", codes)]
+    if message_in is not None:
+        _check_floats("message_in", message_in, num_values)
+        inputs.append(message_in)
+    if message_out is not None:
+        _check_floats("message_out", message_out, num_values)
+        outputs.append(("message_out", message_out))
+    _check_outputs(outputs, inputs)
+    if num_values == 0:
+        return
+    backend = _backend(values)
+    if not backend.encode(values, layout, scales, codes, message_in, message_out, rounding, seed % 2**64):
+        raise NonFiniteValues(_where_not_finite(values, message_in))
+
+
+def decode(
+    scales: ByteArray,
+    codes: ByteArray,
+    layout: Layout,
+    *,
+    out: FloatArray,
+    message_in: FloatArray | None = None,
+) -> None:
+    """Unpack `codes`, multiply by their scales, add `message_in`, into `out`.
+
+    Args:
+        scales: (scales_nbytes,) uint8, as `encode` wrote them; any alignment, read-only is fine.
+        codes: (codes_nbytes,) uint8, likewise.
+        layout: the encoder's.
+        out: (n,) fp32, written: message_in + (code + 0.5 - 2^(bits-1)) * scale, each operation rounded by itself.
+        message_in: (n,) fp32, or None for zeros.
+
+    Raises:
+        CorruptPayload: a size that does not fit `out`, a scale that no encoder writes (negative, NaN, out of range), or
+            padding bits that are not 0.
+        CodecError: an argument of the wrong dtype, shape or memory layout, or `out` overlapping another argument.
+    """
+    check_layout(layout)
+    num_values = _check_floats("out", out, None)
+    for name, array, nbytes in (
+        ("scales", scales, scales_nbytes(num_values, layout)),
+        ("codes", codes, codes_nbytes(num_values, layout)),
+    ):
+        if array.dtype == np.uint8 and array.size != nbytes:
+            raise CorruptPayload(f"{name} of {num_values} values take {nbytes} bytes, got {array.size}")
+        _check_bytes(name, array, nbytes)
+    inputs: list[np.ndarray] = [scales, codes]
+    if message_in is not None:
+        _check_floats("message_in", message_in, num_values)
+        inputs.append(message_in)
+    _check_outputs([("out", out)], inputs)
+    if num_values == 0:
+        return
+    if not _backend(out).decode(scales, codes, layout, out, message_in):
+        raise CorruptPayload("the payload holds a scale or padding bits that no encoder writes")
+
+
+def squared_norms(
+    values: FloatArray, message_in: FloatArray | None, message_out: FloatArray
+) -> tuple[float, float, float]:
+    """(sum |values - message_out|^2, sum |values - message_in|^2, sum |values|^2) in fp64, in one pass; for meters.
+
+    All arrays (n,) fp32; `message_in` None stands for zeros. Sums run in a fixed order on any one machine; the last digits may
+    differ between machines, so nothing that must agree may depend on them.
+    """
+    num_values = _check_floats("values", values, None)
+    _check_floats("message_out", message_out, num_values)
+    if message_in is not None:
+        _check_floats("message_in", message_in, num_values)
+    error, change, size = _backend(values).squared_norms(values, message_in, message_out)
+    return float(error), float(change), float(size)
+
+
+def _backend(array: FloatArray) -> types.ModuleType:
+    """Imported when first needed: compilers are heavy. A device's arrays get their own module here."""
+    from pipecomp.native import cpu
+
+    return cpu
+
+
+def _check_floats(name: str, array: FloatArray, num_values: int | None) -> int:
+    if not isinstance(array, np.ndarray):
+        raise CodecError(f"{name} must be a NumPy array, got {type(array).__name__}")
+    if array.dtype != np.float32:
+        raise CodecError(f"{name} must be float32, got {array.dtype}")
+    if array.ndim != 1 or (num_values is not None and array.size != num_values):
+        wanted = "(n,)" if num_values is None else f"({num_values},)"
+        raise CodecError(f"{name} must have shape {wanted}, got {array.shape}")
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        raise CodecError(f"{name} must be contiguous and aligned; copy the view first")
+    return int(array.size)
+
+
+def _check_bytes(name: str, array: ByteArray, nbytes: int) -> None:
+    if not isinstance(array, np.ndarray):
+        raise CodecError(f"{name} must be a NumPy array, got {type(array).__name__}")
+    if array.dtype != np.uint8:
+        raise CodecError(f"{name} must be uint8, got {array.dtype}")
+    if array.shape != (nbytes,):
+        raise CodecError(f"{name} must have shape ({nbytes},), got {array.shape}")
+    if not array.flags.c_contiguous:
+        raise CodecError(f"{name} must be contiguous; copy the view first")
+
+
+def _check_outputs(outputs: list[tuple[str, np.ndarray]], inputs: list[np.ndarray]) -> None:
+    for index, (name, array) in enumerate(outputs):
+        if not array.flags.writeable:
+            raise CodecError(f"{name} is read-only")
+        others = inputs + [other for _, other in outputs[:index]]
+        if any(np.may_share_memory(array, other) for other in others):
+            raise CodecError(f"{name} overlaps another argument in memory")
+
+
+def _where_not_finite(values: FloatArray, message_in: FloatArray | None) -> str:
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        return f"value {bad[0]} is {values[bad[0]]} ({bad.size} of {values.size} values are not finite)"
+    if message_in is None:
+        raise AssertionError("a backend reported a value that is not finite where there is none")
+    with np.errstate(over="ignore", invalid="ignore"):
+        bad = np.flatnonzero(~np.isfinite(values - message_in))
+    index = bad[0]
+    return f"value {index} minus its message overflows: {values[index]} - {message_in[index]}"

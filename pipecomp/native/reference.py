@@ -1,0 +1,204 @@
+"""The kernels in plain NumPy, slow and obviously right: the oracle for every other backend. Knows only arrays.
+
+Each line is one operation rounded to fp32 by itself, in the order that the contract gives. Same signatures as the other
+backends; arguments were checked by `ops`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipecomp.native.ops import (
+    PLANES,
+    ByteArray,
+    FloatArray,
+    Layout,
+    Rounding,
+    Scale,
+    block_length,
+    block_nbytes,
+    largest_step,
+    smallest_step,
+    step_factor,
+)
+
+
+def encode(
+    values: FloatArray,
+    layout: Layout,
+    scales: ByteArray,
+    codes: ByteArray,
+    message_in: FloatArray | None,
+    message_out: FloatArray | None,
+    rounding: Rounding,
+    seed: int,
+) -> bool:
+    """See `ops.encode`. False if a value or a difference is not finite; the outputs are then undefined."""
+    half = np.float32(2 ** (layout.bits - 1))
+    with np.errstate(over="ignore", invalid="ignore"):
+        differences = values if message_in is None else values - message_in
+    if not np.isfinite(differences).all():
+        return False
+    steps = _steps(differences, layout, rounding)
+    scales[:] = pack_scales(steps, layout.scale)
+    step = np.repeat(steps, layout.group)[: values.size]
+    with np.errstate(divide="ignore"):
+        inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
+    if rounding == "nearest":
+        position = differences * inverse + half
+    else:
+        position = differences * inverse + (half - np.float32(0.5)) + uniform(seed, values.size)
+    unpacked = np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8)
+    codes[:] = pack(unpacked, layout)
+    if message_out is not None:
+        message_out[:] = _reconstruct(unpacked, step, half, message_in)
+    return True
+
+
+def decode(
+    scales: ByteArray,
+    codes: ByteArray,
+    layout: Layout,
+    out: FloatArray,
+    message_in: FloatArray | None,
+) -> bool:
+    """See `ops.decode`. False if the payload is one that no encoder writes."""
+    steps = unpack_scales(scales, layout.scale)
+    in_range = (steps >= smallest_step(layout.scale)) & (steps <= largest_step(layout.bits, layout.scale))
+    zero = steps.view(np.uint32) == 0
+    if not (in_range | zero).all():
+        return False
+    unpacked = unpack(codes, out.size, layout)
+    if not np.array_equal(pack(unpacked, layout), codes):
+        return False
+    step = np.repeat(steps, layout.group)[: out.size]
+    out[:] = _reconstruct(unpacked, step, np.float32(2 ** (layout.bits - 1)), message_in)
+    return True
+
+
+def squared_norms(
+    values: FloatArray, message_in: FloatArray | None, message_out: FloatArray
+) -> tuple[float, float, float]:
+    """See `ops.squared_norms`."""
+    wide = values.astype(np.float64)
+    change = wide if message_in is None else wide - message_in
+    error = wide - message_out
+    return float(error @ error), float(change @ change), float(wide @ wide)
+
+
+def _steps(differences: FloatArray, layout: Layout, rounding: Rounding) -> FloatArray:
+    """One step a group, already rounded to the scale's dtype: exactly the number that the decoder reads."""
+    starts = np.arange(0, differences.size, layout.group)
+    absmax = np.maximum.reduceat(np.abs(differences), starts)
+    with np.errstate(over="ignore"):
+        step = absmax * step_factor(layout.bits, rounding)
+    step = np.minimum(step, largest_step(layout.bits, layout.scale))
+    step = np.where(step < smallest_step(layout.scale), np.float32(0), step)
+    return _round_to_scale(step, layout.scale, up=rounding == "stochastic")
+
+
+def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
+    """To the nearest number of the dtype, ties to even; or, `up`, to the smallest that is not below `step`."""
+    if scale == "fp32":
+        return step
+    if scale == "fp16":
+        rounded = step.astype(np.float16)
+        if up:
+            below = rounded.astype(np.float32) < step
+            with np.errstate(over="ignore"):
+                rounded = np.where(below, np.nextafter(rounded, np.float16(np.inf)), rounded)
+        return rounded.astype(np.float32)
+    bits = step.view(np.uint32)
+    carry = np.uint32(0xFFFF) if up else np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + carry) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _reconstruct(
+    unpacked: npt.NDArray[np.uint8], step: FloatArray, half: np.float32, message_in: FloatArray | None
+) -> FloatArray:
+    level = unpacked.astype(np.float32) + (np.float32(0.5) - half)
+    change = level * step
+    return change if message_in is None else message_in + change
+
+
+def uniform(seed: int, num_values: int) -> FloatArray:
+    """(n,) fp32 in [0, 1), multiples of 2^-24: chance as a function of (seed, position), by 32-bit integer mixing."""
+    low, high = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+    mixed = np.arange(num_values, dtype=np.uint64).astype(np.uint32)
+    mixed = mixed * np.uint32(0x9E3779B1) ^ low
+    mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    mixed ^= high
+    mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x846CA68B)
+    mixed = mixed ^ (mixed >> np.uint32(16))
+    return (mixed >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def pack_scales(steps: FloatArray, scale: Scale) -> ByteArray:
+    """(num_groups,) fp32 that the dtype holds exactly -> little-endian bytes."""
+    if scale == "fp32":
+        return steps.astype("<f4").view(np.uint8)
+    if scale == "fp16":
+        return steps.astype("<f2").view(np.uint8)
+    return (steps.view(np.uint32) >> np.uint32(16)).astype("<u2").view(np.uint8)
+
+
+def unpack_scales(scales: ByteArray, scale: Scale) -> FloatArray:
+    """Little-endian bytes -> (num_groups,) fp32."""
+    raw = scales.tobytes()
+    if scale == "fp32":
+        return np.frombuffer(raw, "<f4").astype(np.float32)
+    if scale == "fp16":
+        return np.frombuffer(raw, "<f2").astype(np.float32)
+    return (np.frombuffer(raw, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def pack(unpacked: npt.NDArray[np.uint8], layout: Layout) -> ByteArray:
+    """(n,) codes -> (codes_nbytes,) bytes, block by block, plane by plane (drawn in `ops`)."""
+    length = block_length(layout.group)
+    planes = [
+        _pack_plane(unpacked[start : start + length] >> shift, width)
+        for start in range(0, unpacked.size, length)
+        for shift, width in _shifts(layout.bits)
+    ]
+    return np.concatenate(planes) if planes else np.empty(0, np.uint8)
+
+
+def unpack(codes: ByteArray, num_values: int, layout: Layout) -> npt.NDArray[np.uint8]:
+    """(codes_nbytes,) bytes -> (n,) codes."""
+    length = block_length(layout.group)
+    unpacked = np.zeros(num_values, np.uint8)
+    offset = 0
+    for start in range(0, num_values, length):
+        block = unpacked[start : start + length]
+        for shift, width in _shifts(layout.bits):
+            nbytes = -(-block.size * width // 8)
+            block |= _unpack_plane(codes[offset : offset + nbytes], block.size, width) << shift
+            offset += nbytes
+    assert offset == codes.size == _codes_nbytes(num_values, layout)
+    return unpacked
+
+
+def _codes_nbytes(num_values: int, layout: Layout) -> int:
+    length = block_length(layout.group)
+    return sum(block_nbytes(min(length, num_values - start), layout.bits) for start in range(0, num_values, length))
+
+
+def _shifts(bits: int) -> list[tuple[int, int]]:
+    """(lowest bit, width) of each plane."""
+    widths = PLANES[bits]
+    return [(sum(widths[:index]), width) for index, width in enumerate(widths)]
+
+
+def _pack_plane(codes: npt.NDArray[np.uint8], width: int) -> ByteArray:
+    nbytes = -(-codes.size * width // 8)
+    plane = np.zeros(nbytes, np.uint8)
+    for index, code in enumerate(codes & (2**width - 1)):
+        plane[index % nbytes] |= code << (width * (index // nbytes))
+    return plane
+
+
+def _unpack_plane(plane: ByteArray, num_codes: int, width: int) -> npt.NDArray[np.uint8]:
+    index = np.arange(num_codes)
+    shift = (width * (index // max(plane.size, 1))).astype(np.uint8)
+    return (plane[index % max(plane.size, 1)] >> shift) & np.uint8(2**width - 1)
