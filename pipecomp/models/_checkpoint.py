@@ -94,7 +94,7 @@ class CheckpointReader(Mapping[str, torch.Tensor]):
             view = file.get_slice(stored)
             shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if dtype not in _DTYPES:
-            raise ConfigError(f"tensor {name} is stored as {dtype}; pipecomp reads {', '.join(_DTYPES)}: use an unquantized model")
+            raise ConfigError(f"tensor {name} is {dtype}; only {', '.join(_DTYPES)} can be read: use an unquantized model")
         count = 1
         for size in shape:
             count *= size
@@ -132,7 +132,7 @@ class CheckpointReader(Mapping[str, torch.Tensor]):
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes, row-major, without a copy where it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_from_bytes(entry: TensorEntry, payload: bytes | bytearray | memoryview) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 Layer = nn.ModuleList  # the modules of one flat layer, in the order of the family's paths
+TransformersConfig = Any  # each family's own class of transformers; its attributes are the family's to know
 
 
 class BlockContext(NamedTuple):
@@ -47,7 +48,7 @@ class ModelFamily(abc.ABC):
         """A configuration small enough for the conformance suite: at least 3 blocks, dropout 0, untied."""
 
     @abc.abstractmethod
-    def layer_paths(self, config: Any) -> tuple[tuple[str, ...], ...]:
+    def layer_paths(self, config: TransformersConfig) -> tuple[tuple[str, ...], ...]:
         """For each flat layer the paths of its modules in transformers' causal language model."""
 
     @abc.abstractmethod

@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
 from pipecomp.errors import ConfigError
-from pipecomp.models._family import ModelFamily
+from pipecomp.models._family import ModelFamily, TransformersConfig
 from pipecomp.models.base import LayerSpec, ModelPlan, ParameterSpec, TiedWeight
 
 
@@ -34,7 +33,7 @@ def frozen_names(names: Sequence[str], patterns: Sequence[str], tied: Sequence[s
 
 def make_plan(
     family: ModelFamily,
-    config: Any,  # noqa: ANN401 - transformers' configuration
+    config: TransformersConfig,
     parameters: Sequence[Sequence[tuple[str, nn.Parameter]]],
     frozen: frozenset[str],
     *,

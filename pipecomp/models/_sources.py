@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from pipecomp import registry
 from pipecomp.config import ModelConfig
 from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import INDEX_FILE, PICKLED_FILES, SINGLE_FILE, CheckpointReader, read_index
-from pipecomp.models._family import ModelFamily
+from pipecomp.models._family import ModelFamily, TransformersConfig
 from pipecomp.models._transformers import TransformersModel
 
 TOKENIZER_FILES = (
@@ -48,8 +49,8 @@ def open_model(source: ModelConfig) -> TransformersModel:
     if path is None:
         raise ConfigError(f"model.name = {source.name!r} has no config.json: name a Hugging Face model folder or hub name")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+        config = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+    except (OSError, ValueError, msgspec.ValidationError) as e:
         raise ConfigError(f"{path} is not a model configuration: {e}") from e
     family = _family(config)
     reader = None if source.weights == "random" else _find_weights(source.name, source.revision, locate, family)
@@ -97,7 +98,7 @@ def _make_model(
 
 
 def _family(config: Mapping[str, object]) -> ModelFamily:
-    model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    model_type = config.get("model_type")
     known = registry.names("pipecomp.models")
     if model_type not in known:
         given = "the configuration has no model_type" if model_type is None else f"model_type {model_type!r} is not supported"
@@ -108,14 +109,14 @@ def _family(config: Mapping[str, object]) -> ModelFamily:
     return family
 
 
-def _parse(config: Mapping[str, object]) -> Any:  # noqa: ANN401 - transformers' configuration
+def _parse(config: Mapping[str, object]) -> TransformersConfig:
     from transformers import AutoConfig
 
     values = dict(config)
     model_type = values.pop("model_type")
     try:
-        return AutoConfig.for_model(model_type, **values)
-    except Exception as e:  # noqa: BLE001 - transformers raises many kinds for a bad value
+        return type(AutoConfig.for_model(model_type)).from_dict(values)
+    except Exception as e:  # transformers raises many kinds for a bad value
         raise ConfigError(f"transformers refuses this {model_type} configuration: {e}") from e
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 import xxhash
@@ -18,12 +18,10 @@ from torch import nn
 
 from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import CheckpointReader
-from pipecomp.models._family import BlockContext, Layer, ModelFamily
+from pipecomp.models._family import BlockContext, Layer, ModelFamily, TransformersConfig
 from pipecomp.models._plan import frozen_names, make_plan
 from pipecomp.models.base import Batch, LayerSeeds, Model, ModelPlan, StageModule
 from pipecomp.types import Shard
-
-_Stage = TypeVar("_Stage", bound="TransformersStage")
 
 _GENERATOR = threading.Lock()
 """Dropout draws from the device's one default generator. Where several workers share a process (tests do), seeding a layer
@@ -74,7 +72,7 @@ class TransformersStage(StageModule):
         assert start is not None, "a shard with the embedding needs input_ids, every other one hidden states"
         num_positions = start.shape[1]
         if num_positions > self._max_positions:
-            raise ConfigError(f"a sample has {num_positions} tokens, the model takes {self._max_positions}: lower data.max_length")
+            raise ConfigError(f"{num_positions} tokens in a sample, the model takes {self._max_positions}: lower data.max_length")
         if self.training != (seeds is not None):
             self.train(seeds is not None)
         position_ids = torch.arange(num_positions, device=start.device).unsqueeze(0)
@@ -142,9 +140,9 @@ class TransformersStage(StageModule):
                 for name, parameter in module.named_parameters():
                     yield f"{path}.{name}", parameter
 
-    def _apply(self: _Stage, fn: Any, recurse: bool = True) -> _Stage:  # noqa: FBT001, FBT002 - torch's signature
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Moving to a device gives each Parameter memory of its own: join the two uses of a tied weight again."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.tied_alias_shares_storage and self.is_first:
             self.projection.weight.data = self.embedding.weight.data
         return self
@@ -164,7 +162,7 @@ class TransformersModel(Model):
     def __init__(
         self,
         family: ModelFamily,
-        transformers_config: Any,
+        transformers_config: TransformersConfig,
         config: dict[str, Any],
         config_hash: str,
         freeze: Sequence[str],
@@ -260,12 +258,12 @@ class TransformersModel(Model):
             weight.data.copy_(embedding[0].weight)  # type: ignore[arg-type]
 
     def _randomize_layer(self, layer: Layer, index: int, seed: int) -> None:
-        """transformers' own rules, drawn from a generator that knows only the run's seed and the layer."""
+        """Draw by transformers' own rules, from a generator that knows only the run's seed and the layer."""
         with _GENERATOR, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(xxhash.xxh3_64_intdigest(f"initialize {seed} {index}".encode()))
             for parameter in layer.parameters():
                 parameter.fill_(torch.nan)
-            layer.apply(self._whole._init_weights)  # noqa: SLF001 - the hook that transformers asks families to override
+            layer.apply(self._whole._init_weights)  # the hook that transformers asks families to override
         for name, parameter in layer.named_parameters():
             if bool(parameter.isnan().any()):
                 raise ConfigError(f"transformers has no rule for random weights of {self.paths[index][0]}: {name}")
@@ -293,7 +291,7 @@ class TransformersModel(Model):
             )
 
 
-def _whole_on_meta(transformers_config: Any) -> Any:
+def _whole_on_meta(transformers_config: TransformersConfig) -> Any:  # noqa: ANN401 - transformers' model
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -3,6 +3,8 @@
     layer 0      transformer.wte + transformer.wpe, dropout
     layer 1..n   transformer.h.0 .. n-1
     layer n+1    transformer.ln_f, lm_head
+
+Each module named is the whole model's own.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.models._family import BlockContext, Layer, ModelFamily
+from pipecomp.models._family import BlockContext, Layer, ModelFamily, TransformersConfig
 
 
 class Gpt2(ModelFamily):
@@ -29,7 +31,7 @@ class Gpt2(ModelFamily):
         tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
         return {"model_type": "gpt2", **size, **tokens, **dict.fromkeys(self.dropout_keys, 0.0)}
 
-    def layer_paths(self, config: Any) -> tuple[tuple[str, ...], ...]:
+    def layer_paths(self, config: TransformersConfig) -> tuple[tuple[str, ...], ...]:
         blocks = tuple((f"transformer.h.{i}",) for i in range(config.n_layer))
         return ("transformer.wte", "transformer.wpe", "transformer.drop"), *blocks, ("transformer.ln_f", "lm_head")
 

@@ -3,6 +3,8 @@
     layer 0      model.embed_tokens
     layer 1..n   model.layers.0 .. n-1
     layer n+1    model.norm, lm_head
+
+Each module named is the whole model's own.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.models._family import BlockContext, Layer, ModelFamily
+from pipecomp.models._family import BlockContext, Layer, ModelFamily, TransformersConfig
 
 
 class Llama(ModelFamily):
@@ -30,7 +32,7 @@ class Llama(ModelFamily):
         tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
         return {"model_type": "llama", **size, **heads, **tokens, "attention_dropout": 0.0}
 
-    def layer_paths(self, config: Any) -> tuple[tuple[str, ...], ...]:
+    def layer_paths(self, config: TransformersConfig) -> tuple[tuple[str, ...], ...]:
         blocks = tuple((f"model.layers.{i}",) for i in range(config.num_hidden_layers))
         return ("model.embed_tokens",), *blocks, ("model.norm", "lm_head")
 
