@@ -1,0 +1,66 @@
+"""What must stand nowhere in the tree: ways to run foreign bytes as code, and places that only one machine has."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+# Each of these can run code from what it reads. Split, so that this file does not find itself.
+RUNS_FOREIGN_CODE = re.compile(
+    "|".join([
+        r"\bimport (c?pickle|marshal|shelve|dill)\b",
+        r"\bfrom (pickle|marshal|shelve|dill)\b",
+        r"torch\.load\(",
+        r"torch\.save\(",
+        r"(recv|send)_pyobj",
+        r"allow_pickle=True",
+        r"yaml\.(unsafe_)?load\(",
+        r"joblib",
+    ])
+)  # fmt: skip
+
+# Hosts of package registries, and folders of a machine that another one has not.
+FOREIGN_PLACES = re.compile(
+    "|".join([
+        r"pypi\.org", r"pythonhosted\.org", r"npmjs\.org", r"deb\.debian\.org", r"download\.pytorch\.org",
+        r"(?<![\w.])/work/", r"(?<![\w.])/root/", r"/opt/(wheels|pypi)", r"\.\./shared",
+    ])
+)  # fmt: skip
+
+VAGUE_NAMES = re.compile(r"^class \w*(Manager|Helper|Utils?|Handler|Info)\b", re.MULTILINE)
+
+
+def found(pattern: re.Pattern[str], texts: dict[Path, str]) -> list[str]:
+    return [
+        f"{path}:{number}: {line.strip()}"
+        for path, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def test_nothing_reads_or_writes_what_can_run_as_code(python_files: list[Path]) -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in python_files}
+    assert found(RUNS_FOREIGN_CODE, texts) == []
+
+
+def test_no_file_names_a_place_that_only_one_machine_has(text_files: dict[Path, str]) -> None:
+    assert found(FOREIGN_PLACES, text_files) == []
+
+
+def test_no_class_or_module_has_a_name_that_says_nothing(shipped_modules: list[Path]) -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in shipped_modules}
+    assert found(VAGUE_NAMES, texts) == []
+    vague = {"manager", "helper", "helpers", "util", "utils", "handler", "handlers", "info", "common", "misc"}
+    assert [str(path) for path in shipped_modules if path.stem.strip("_") in vague] == []
+
+
+def test_every_test_file_has_a_name_of_its_own(python_files: list[Path]) -> None:
+    counts = Counter(path.name for path in python_files if path.name.startswith("test_"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_every_shipped_module_says_what_it_is_about(shipped_modules: list[Path]) -> None:
+    silent = [str(path) for path in shipped_modules if (text := path.read_text(encoding="utf-8")) and not text.startswith('"""')]
+    assert silent == []
