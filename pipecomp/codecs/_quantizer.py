@@ -1,0 +1,93 @@
+"""The options `bits`, `group`, `scale`, `rounding`, and the buffer they make: scales, then codes. Knows arrays and kernels.
+
+buffer = [ one scale for each group | packed codes ]        both at any byte, sizes from `native.ops`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Self, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from pipecomp.codecs._options import choice, integer
+from pipecomp.errors import ConfigError
+from pipecomp.native import ops
+from pipecomp.types import TensorSpec
+
+OPTIONS = ("bits", "group", "scale", "rounding")
+DEFAULT_GROUP = 64
+MAX_GROUP = 1 << 20
+
+
+class Quantizer(NamedTuple):
+    """Options that `uniform` and `delta` share, and the calls of the kernels with them."""
+
+    bits: int
+    group: int | None  # None: one scale for each row of the sample
+    scale: ops.Scale
+    rounding: ops.Rounding
+
+    @classmethod
+    def from_options(cls, codec: str, options: Mapping[str, object]) -> Self:
+        """Read the four options; the other keys are the caller's. Raises ConfigError naming the option."""
+        group = options.get("group", DEFAULT_GROUP)
+        if isinstance(group, bool) or not (group == "row" or (isinstance(group, int) and 1 <= group <= MAX_GROUP)):
+            raise ConfigError(f"codec {codec!r}: group = {group!r} is not possible; use a number of values or 'row'")
+        return cls(
+            bits=integer(codec, options, "bits", 1, 8, None),
+            group=cast("int", group) if group != "row" else None,
+            scale=cast("ops.Scale", choice(codec, options, "scale", get_args(ops.Scale), "bf16")),
+            rounding=cast("ops.Rounding", choice(codec, options, "rounding", get_args(ops.Rounding), "nearest")),
+        )
+
+    def layout(self, spec: TensorSpec) -> ops.Layout:
+        """Of the kernels, for a sample of this shape."""
+        return ops.Layout(self.bits, max(spec.num_columns, 1) if self.group is None else self.group, self.scale)
+
+    def nbytes(self, spec: TensorSpec) -> int:
+        """Exact size of the buffer."""
+        layout = self.layout(spec)
+        return ops.scales_nbytes(spec.num_values, layout) + ops.codes_nbytes(spec.num_values, layout)
+
+    def encode(
+        self,
+        values: npt.NDArray[np.float32],
+        message_in: npt.NDArray[np.float32] | None,
+        message_out: npt.NDArray[np.float32] | None,
+        spec: TensorSpec,
+        seed: int,
+        out: npt.NDArray[np.uint8],
+    ) -> None:
+        """See `ops.encode`; flat arrays, `out` of `nbytes(spec)`."""
+        layout = self.layout(spec)
+        split = ops.scales_nbytes(spec.num_values, layout)
+        ops.encode(
+            values,
+            layout,
+            scales=out[:split],
+            codes=out[split:],
+            message_in=message_in,
+            message_out=message_out,
+            rounding=self.rounding,
+            seed=seed,
+        )
+
+    def decode(
+        self,
+        buffer: npt.NDArray[np.uint8],
+        message_in: npt.NDArray[np.float32] | None,
+        spec: TensorSpec,
+        out: npt.NDArray[np.float32],
+    ) -> None:
+        """See `ops.decode`; flat arrays, `buffer` of `nbytes(spec)`."""
+        layout = self.layout(spec)
+        split = ops.scales_nbytes(spec.num_values, layout)
+        ops.decode(buffer[:split], buffer[split:], layout, out=out, message_in=message_in)
+
+    def __str__(self) -> str:
+        parts = [str(self.bits), f"/{'row' if self.group is None else f'g{self.group}'}"]
+        parts += [f"/{self.scale}"] if self.scale != "bf16" else []
+        parts += [f"/{self.rounding}"] if self.rounding != "nearest" else []
+        return "".join(parts)

@@ -1,0 +1,55 @@
+"""The codec `uniform`: direct quantization, one scale a group of values. Knows one sample's tensor; remembers nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from pipecomp.codecs import _samples
+from pipecomp.codecs._options import check_keys
+from pipecomp.codecs._quantizer import OPTIONS, Quantizer
+from pipecomp.codecs.base import Codec, Decoded
+from pipecomp.types import TensorSpec
+
+
+class Uniform(Codec):
+    """`bits` a value and one scale a group; the arithmetic and its error bound are those of `native.ops.encode`.
+
+    Options: `bits` (1-8, required), `group` (values that share a scale, default 64, or `row`), `scale` (`bf16`, `fp32`, `fp16`),
+    `rounding` (`nearest`, or `stochastic`: unbiased).
+    """
+
+    name = "uniform"
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> Uniform:
+        check_keys(cls.name, options, OPTIONS)
+        return cls(Quantizer.from_options(cls.name, options))
+
+    def encoded_nbytes(self, spec: TensorSpec, *, first_visit: bool) -> int:
+        return self.quantizer.nbytes(spec)
+
+    def encode(
+        self, values: torch.Tensor, message_in: torch.Tensor | None, *, seed: int, out: np.ndarray
+    ) -> torch.Tensor | None:
+        spec = _samples.spec_of(values)
+        _samples.check_out(out, self.quantizer.nbytes(spec))
+        self.quantizer.encode(_samples.flat(values), None, None, spec, seed, out)
+        return None
+
+    def decode(self, buffer: np.ndarray, message_in: torch.Tensor | None, spec: TensorSpec) -> Decoded:
+        _samples.check_buffer(buffer, self.quantizer.nbytes(spec))
+        values, flat = _samples.new(spec)
+        self.quantizer.decode(buffer, None, spec, flat)
+        return Decoded(values, None)
+
+    def describe(self) -> str:
+        return f"uniform{self.quantizer}"
+
+
+PLUGIN = Uniform
