@@ -6,27 +6,29 @@ import re
 from collections import Counter
 from pathlib import Path
 
-# Each of these can run code from what it reads. Split, so that this file does not find itself.
+import pytest
+
+# Each of these can run code from what it reads. A letter in brackets keeps this file from finding itself.
 RUNS_FOREIGN_CODE = re.compile(
-    "|".join([
-        r"\bimport (c?pickle|marshal|shelve|dill)\b",
-        r"\bfrom (pickle|marshal|shelve|dill)\b",
-        r"torch\.load\(",
-        r"torch\.save\(",
-        r"(recv|send)_pyobj",
-        r"allow_pickle=True",
-        r"yaml\.(unsafe_)?load\(",
-        r"joblib",
-    ])
-)  # fmt: skip
+    r"""
+      \b(import|from)\ (c?[p]ickle|[m]arshal|[s]helve|[d]ill|[j]oblib)\b
+    | torch\.([l]oad|[s]ave)\(
+    | (recv|send)_[p]yobj
+    | allow_[p]ickle\s*=\s*True
+    | yaml\.(unsafe_|full_)?[l]oad\(
+    """,
+    re.VERBOSE,
+)
 
 # Hosts of package registries, and folders of a machine that another one has not.
 FOREIGN_PLACES = re.compile(
-    "|".join([
-        r"pypi\.org", r"pythonhosted\.org", r"npmjs\.org", r"deb\.debian\.org", r"download\.pytorch\.org",
-        r"(?<![\w.])/work/", r"(?<![\w.])/root/", r"/opt/(wheels|pypi)", r"\.\./shared",
-    ])
-)  # fmt: skip
+    r"""
+      [p]ypi\.org | [p]ythonhosted\.org | [n]pmjs\.(org|com) | [d]eb\.debian\.org | [d]ownload\.pytorch\.org
+    | (?<![\w.])/(work|root|opt/(wheels|pypi))/
+    | \.\./[s]hared
+    """,
+    re.VERBOSE,
+)
 
 VAGUE_NAMES = re.compile(r"^class \w*(Manager|Helper|Utils?|Handler|Info)\b", re.MULTILINE)
 
@@ -64,3 +66,16 @@ def test_every_test_file_has_a_name_of_its_own(python_files: list[Path]) -> None
 def test_every_shipped_module_says_what_it_is_about(shipped_modules: list[Path]) -> None:
     silent = [str(path) for path in shipped_modules if (text := path.read_text(encoding="utf-8")) and not text.startswith('"""')]
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import " + "pickle", "from " + "marshal import loads", "torch." + "load(f)", "s.recv_" + "pyobj()", "yaml." + "load(f)"],
+)
+def test_the_pattern_for_foreign_code_finds_it(line: str) -> None:
+    assert RUNS_FOREIGN_CODE.search(line)
+
+
+@pytest.mark.parametrize("line", ["https://" + "pypi.org/simple", "cd /" + "work/main", "open('.." + "/shared/data')"])
+def test_the_pattern_for_foreign_places_finds_them(line: str) -> None:
+    assert FOREIGN_PLACES.search(line)
