@@ -3,6 +3,7 @@
     open_model(config.model)                          the coordinator: a folder, a hub name or a bare configuration
     model_from_config(json, freeze=..., dropout=...)  a worker: from plain values, with no file at all
     tokenizer_files(config.model)                     what a saved model needs besides its weights
+    ModelFolderWriter, save_folder                    an ordinary Hugging Face folder, one file a stage
 
 Every module here that is not `base` and does not start with `_` is a family's plugin.
 """
@@ -14,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipecomp.models._checkpoint import CheckpointReader, TensorEntry, tensor_bytes, tensor_from_bytes
+    from pipecomp.models._export import ModelFolderWriter, save_folder
     from pipecomp.models._sources import model_from_config, open_model, tokenizer_files
 
 __all__ = [
     "CheckpointReader",
+    "ModelFolderWriter",
     "TensorEntry",
     "model_from_config",
     "open_model",
+    "save_folder",
     "tensor_bytes",
     "tensor_from_bytes",
     "tokenizer_files",
@@ -28,11 +32,13 @@ __all__ = [
 
 _HOMES = {
     "CheckpointReader": "_checkpoint",
+    "ModelFolderWriter": "_export",
     "TensorEntry": "_checkpoint",
-    "tensor_bytes": "_checkpoint",
-    "tensor_from_bytes": "_checkpoint",
     "model_from_config": "_sources",
     "open_model": "_sources",
+    "save_folder": "_export",
+    "tensor_bytes": "_checkpoint",
+    "tensor_from_bytes": "_checkpoint",
     "tokenizer_files": "_sources",
 }
 

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_NOT_CONTENT = ("transformers_version", "_name_or_path", "torch_dtype")
+_NOT_CONTENT = ("transformers_version", "_name_or_path", "torch_dtype", "architectures")
 
 
 def open_model(source: ModelConfig) -> TransformersModel:

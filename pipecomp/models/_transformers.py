@@ -174,7 +174,7 @@ class TransformersModel(Model):
         self.hash = config_hash
         self.weights = weights
         self.paths = family.layer_paths(transformers_config)
-        self._whole = _whole_on_meta(transformers_config)
+        self._whole = whole_on_meta(transformers_config)
         parameters = self._parameters_by_layer()
         is_tied = self._whole.get_parameter(family.projection) is self._whole.get_parameter(family.embedding)
         names = [name for layer in parameters for name, _ in layer]
@@ -291,7 +291,8 @@ class TransformersModel(Model):
             )
 
 
-def _whole_on_meta(transformers_config: TransformersConfig) -> Any:  # noqa: ANN401 - transformers' model
+def whole_on_meta(transformers_config: TransformersConfig) -> Any:  # noqa: ANN401 - transformers' model
+    """Transformers' own model of a configuration, in fp32 and without memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

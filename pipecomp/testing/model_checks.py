@@ -1,0 +1,294 @@
+"""What every model family must keep: the bits of the whole model, whatever the split. Knows models only through their contract.
+
+`check_model(config)` runs all of it; each check alone says in its name what it holds. Failing, they raise AssertionError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pipecomp.models import model_from_config
+from pipecomp.models.base import Batch, LayerSeeds, Model, StageModule
+from pipecomp.partition import shards_from_counts
+from pipecomp.types import Shard
+
+Config = Mapping[str, object]
+_IGNORED = -100
+
+
+class CountingSeeds(LayerSeeds):
+    """Seeds that differ by layer and by whatever number the caller gives."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def seed(self, layer: int) -> int:
+        """See `LayerSeeds.seed`."""
+        return self._number * 1000 + layer
+
+
+class Result(NamedTuple):
+    """What one microbatch gives."""
+
+    logits: torch.Tensor  # of real positions only, (sum of lengths, vocab)
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]  # by Hugging Face name, a tied weight's two apart
+
+
+def check_model(config: Config) -> None:
+    """Run every check on a family's configuration (see `ModelFamily.tiny_config`)."""
+    for check in ALL_CHECKS:
+        check(config)
+
+
+def check_any_split_has_the_whole_models_bits(config: Config) -> None:
+    """Logits, loss and every gradient equal those of plain transformers, bit for bit, with and without padding, in
+    evaluation and in training with dropout 0."""
+    model = model_from_config(config, dropout=0.0)
+    for lengths in ((5, 9, 1, 12), (6, 6), (1,)):
+        batch = make_batch(model, lengths)
+        expected = run_whole(model, batch)
+        for shards in even_splits(model):
+            case = f"{len(shards)} stages, lengths {lengths}"
+            _assert_same(run_split(model, shards, batch), expected, case)
+            _assert_same(run_split(model, shards, batch, seeds=CountingSeeds(1)), expected, f"{case}, training")
+
+
+def check_padding_is_inert(config: Config) -> None:
+    """What stands at padded positions changes no bit of logits, loss or gradients."""
+    model = model_from_config(config, dropout=0.0)
+    shards = even_splits(model)[-1]
+    batch = make_batch(model, (3, 11, 7))
+    assert batch.input_ids is not None
+    other = torch.where(_real(batch), batch.input_ids, model.plan.vocab_size - 1)
+    expected = run_split(model, shards, batch)
+    _assert_same(run_split(model, shards, batch._replace(input_ids=other)), expected, "other ids at padding")
+
+
+def check_dropout_is_a_function_of_its_seeds(config: Config) -> None:
+    """The same seeds give the same bits again and in any split; other seeds give others."""
+    model = model_from_config(config, dropout=0.1)
+    batch = make_batch(model, (4, 9, 9))
+    first = run_split(model, even_splits(model)[0], batch, seeds=CountingSeeds(1))
+    for shards in even_splits(model):
+        torch.rand(3)  # what was drawn before must not matter
+        _assert_same(run_split(model, shards, batch, seeds=CountingSeeds(1)), first, f"{len(shards)} stages, same seeds")
+    other = run_split(model, even_splits(model)[0], batch, seeds=CountingSeeds(2))
+    assert not torch.equal(other.logits, first.logits), "other seeds gave the same dropout"
+    evaluated = run_split(model, even_splits(model)[0], batch)
+    still = run_whole(model_from_config(config, dropout=0.0), batch)
+    _assert_same(evaluated, still, "evaluation must have no dropout")
+
+
+def check_random_weights_depend_on_seed_and_layer_only(config: Config) -> None:
+    """Every split starts from the same numbers, the two copies of a tied weight included; another seed from others."""
+    model = model_from_config(config)
+    whole = _parameters(_build(model, [_whole_shard(model)], seed=3))
+    for shards in even_splits(model):
+        stages = _build(model, shards, seed=3)
+        for name, value in _parameters(stages).items():
+            assert torch.equal(value, whole[name]), f"{name} differs in {len(shards)} stages"
+    if model.plan.tied is not None:
+        assert torch.equal(whole[model.plan.tied.name], whole[model.plan.tied.alias]), "a tied weight has two values"
+    other = _parameters(_build(model, [_whole_shard(model)], seed=4))
+    assert any(not torch.equal(other[name], whole[name]) for name in whole), "the seed does not matter"
+
+
+def check_shards_cover_the_model_once(config: Config) -> None:
+    """Shards hold the whole model's parameters under its names, on the meta device until they are initialized."""
+    model = model_from_config(config)
+    whole = model.plan.parameters
+    assert [p.layer for p in whole] == sorted(p.layer for p in whole)
+    for shards in even_splits(model):
+        names = [name for shard in shards for name in model.checkpoint_names(shard)]
+        tied = model.plan.tied
+        if tied is not None and len(shards) > 1:
+            assert names.count(tied.name) == 2, "the head's shard must ask for the tied weight too"
+            names.reverse()
+            names.remove(tied.name)
+            names.reverse()
+        assert names == [p.name for p in whole], "checkpoint_names must be the plan's, in layer order"
+        for shard in shards:
+            module = model.build(shard)
+            assert all(p.is_meta for p in module.parameters()), "build must not take memory"
+            assert module.is_first == (shard.first_layer == 0)
+            assert module.is_last == (shard.end_layer == len(model.plan.layers))
+            sizes = sum(model.plan.layers[i].num_parameters for i in range(shard.first_layer, shard.end_layer))
+            assert sum(p.numel() for _, p in module.named_checkpoint_parameters()) == sizes
+
+
+def check_a_tied_weight_has_two_gradients_and_one_memory(config: Config) -> None:
+    """In one shard the two uses of a tied weight share storage but not gradients, also after a move."""
+    model = model_from_config(config)
+    tied = model.plan.tied
+    if tied is None:
+        return
+    module = _build(model, [_whole_shard(model)], seed=0)[0].to("cpu")
+    parameters = dict(module.named_checkpoint_parameters())
+    assert module.tied_alias_shares_storage
+    assert parameters[tied.name] is not parameters[tied.alias]
+    assert parameters[tied.name].data_ptr() == parameters[tied.alias].data_ptr()
+    first, last = _build(model, shards_from_counts([len(model.plan.layers) - 1, 1], len(model.plan.layers)), seed=0)
+    assert not last.tied_alias_shares_storage
+    model.share_tied_storage(first, last)
+    pointers = {dict(s.named_checkpoint_parameters())[n].data_ptr() for s, n in ((first, tied.name), (last, tied.alias))}
+    assert last.tied_alias_shares_storage
+    assert len(pointers) == 1
+
+
+def check_frozen_parameters_get_no_gradient(config: Config) -> None:
+    """Freezing a whole first stage leaves every other gradient's bits alone."""
+    plan = model_from_config(config).plan
+    patterns = tuple(p.name for p in plan.parameters if p.layer <= 1)
+    model = model_from_config(config, freeze=patterns, dropout=0.0)
+    batch = make_batch(model, (8, 5))
+    expected = run_whole(model_from_config(config, dropout=0.0), batch).gradients
+    frozen = {p.name for p in model.plan.parameters if not p.trainable}
+    assert frozen == set(patterns)
+    alias = {model.plan.tied.alias} if model.plan.tied is not None else set()
+    for shards in even_splits(model):
+        found = run_split(model, shards, batch).gradients
+        for name, gradient in found.items():
+            if name in frozen | alias:
+                assert gradient is None, f"{name} is frozen and got a gradient"
+            else:
+                assert _equal(gradient, expected[name]), f"{name}'s gradient depends on what is frozen"
+
+
+def check_a_configuration_crosses_as_json(config: Config) -> None:
+    """Another process builds the same model from `Model.config` alone."""
+    model = model_from_config(config)
+    again = model_from_config(model.config)
+    assert again.hash == model.hash
+    assert again.config == model.config
+    assert again.plan == model.plan
+
+
+ALL_CHECKS: tuple[Callable[[Config], None], ...] = (
+    check_any_split_has_the_whole_models_bits,
+    check_padding_is_inert,
+    check_dropout_is_a_function_of_its_seeds,
+    check_random_weights_depend_on_seed_and_layer_only,
+    check_shards_cover_the_model_once,
+    check_a_tied_weight_has_two_gradients_and_one_memory,
+    check_frozen_parameters_get_no_gradient,
+    check_a_configuration_crosses_as_json,
+)
+
+
+def make_batch(model: Model, lengths: Sequence[int]) -> Batch:
+    """Token ids from a fixed formula, the first third of each sample without loss, zeros at padding."""
+    rows, columns = len(lengths), max(lengths)
+    positions = torch.arange(columns).unsqueeze(0)
+    real = positions < torch.tensor(lengths).unsqueeze(1)
+    ids = torch.arange(rows * columns).reshape(rows, columns).mul(31).add(7).remainder(model.plan.vocab_size)
+    prompt = positions < torch.tensor(lengths).unsqueeze(1) // 3
+    return Batch(tuple(lengths), ids * real, torch.where(real & ~prompt, ids, _IGNORED))
+
+
+def even_splits(model: Model) -> list[list[Shard]]:
+    """The model in 1, 2, 3, 4 and as many stages as it has layers."""
+    num_layers = len(model.plan.layers)
+    splits = []
+    for num_stages in sorted({1, 2, 3, min(4, num_layers), num_layers}):
+        cuts = [round(i * num_layers / num_stages) for i in range(num_stages + 1)]
+        splits.append([Shard(start, end) for start, end in itertools.pairwise(cuts)])
+    return splits
+
+
+def run_split(
+    model: Model, shards: Sequence[Shard], batch: Batch, *, seeds: LayerSeeds | None = None, seed: int = 1
+) -> Result:
+    """One forward and backward through shards that pass real positions only, as links do."""
+    with _one_thread():
+        stages = _build(model, shards, seed=seed)
+        real = _real(batch).unsqueeze(-1)
+        incoming: list[torch.Tensor | None] = []
+        outgoing: list[torch.Tensor] = []
+        for stage in stages:
+            received = None
+            if outgoing:
+                received = (outgoing[-1].detach() * real).requires_grad_(outgoing[-1].requires_grad)
+            incoming.append(received)
+            outgoing.append(stage.forward_layers(received, batch, seeds=seeds))
+        loss = stages[-1].loss_sum(outgoing[-1], batch) / _NUM_TOKENS
+        loss.backward()  # type: ignore[no-untyped-call]
+        for received, sent in zip(incoming[:0:-1], outgoing[-2::-1], strict=True):
+            assert received is not None
+            if received.grad is not None:
+                sent.backward(received.grad * real)  # type: ignore[no-untyped-call]
+        gradients = {name: p.grad for stage in stages for name, p in stage.named_checkpoint_parameters()}
+        return Result(outgoing[-1].detach()[_real(batch)], loss.detach(), gradients)
+
+
+def run_whole(model: Model, batch: Batch, *, seed: int = 1) -> Result:
+    """The same by plain transformers: its own model, attention mask, labels and loss."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _one_thread():
+        values = {key: value for key, value in model.config.items() if key != "model_type"}
+        config = type(AutoConfig.for_model(model.config["model_type"])).from_dict(values)
+        whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        whole.load_state_dict(_parameters(_build(model, [_whole_shard(model)], seed=seed)))
+        tied = model.plan.tied
+        if tied is not None:  # one memory, two gradients
+            whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.data)
+        output = whole(
+            input_ids=batch.input_ids,
+            attention_mask=_real(batch).long(),
+            labels=batch.labels,
+            num_items_in_batch=_NUM_TOKENS,
+        )
+        output.loss.backward()
+        gradients = {name: p.grad for name, p in whole.named_parameters()}
+        return Result(output.logits.detach()[_real(batch)], output.loss.detach(), gradients)
+
+
+_NUM_TOKENS = 37  # of the whole batch that the microbatch is taken to be a part of; no power of two, so that division rounds
+
+
+def _build(model: Model, shards: Sequence[Shard], *, seed: int) -> list[StageModule]:
+    stages = [model.build(shard) for shard in shards]
+    for stage in stages:
+        model.initialize(stage, None, seed=seed)
+    return stages
+
+
+def _whole_shard(model: Model) -> Shard:
+    return Shard(0, len(model.plan.layers))
+
+
+def _parameters(stages: Sequence[StageModule]) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for stage in stages for name, p in stage.named_checkpoint_parameters()}
+
+
+def _real(batch: Batch) -> torch.Tensor:
+    return torch.arange(max(batch.lengths)).unsqueeze(0) < torch.tensor(batch.lengths).unsqueeze(1)
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _assert_same(found: Result, expected: Result, case: str) -> None:
+    assert torch.equal(found.logits, expected.logits), f"{case}: logits differ"
+    assert torch.equal(found.loss, expected.loss), f"{case}: loss differs"
+    assert found.gradients.keys() == expected.gradients.keys(), f"{case}: other parameters"
+    for name, gradient in found.gradients.items():
+        assert _equal(gradient, expected.gradients[name]), f"{case}: the gradient of {name} differs"
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Bits hold for one torch thread: more of them sum in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,18 @@
+"""Every family that the registry knows keeps the model contract, tied and untied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pipecomp import registry
+from pipecomp.testing import model_checks
+
+
+@pytest.mark.parametrize("check", model_checks.ALL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", registry.names("pipecomp.models"))
+def test_a_family_keeps_the_contract(family: str, tied: bool, check: Callable[[model_checks.Config], None]) -> None:
+    config = registry.load("pipecomp.models", family).tiny_config()
+    check({**config, "tie_word_embeddings": tied})
