@@ -76,6 +76,6 @@ def test_the_pattern_for_foreign_code_finds_it(line: str) -> None:
     assert RUNS_FOREIGN_CODE.search(line)
 
 
-@pytest.mark.parametrize("line", ["https://" + "pypi.org/simple", "cd /" + "work/main", "open('.." + "/shared/data')"])
+@pytest.mark.parametrize("line", ["https://pypi" + ".org/simple", "cd /" + "work/main", "open('.." + "/shared/data')"])
 def test_the_pattern_for_foreign_places_finds_them(line: str) -> None:
     assert FOREIGN_PLACES.search(line)
