@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -13,6 +14,7 @@ from pipecomp.schedules import (
     Action,
     ActionKind,
     Costs,
+    Schedule,
     format_grid,
     format_orders,
     peak_in_flight,
@@ -20,7 +22,7 @@ from pipecomp.schedules import (
     validate,
     without_backward,
 )
-from pipecomp.testing.schedule_checks import rank_layouts
+from pipecomp.testing.schedule_checks import check_schedule, rank_layouts
 
 
 def orders(*rows: str) -> list[list[Action]]:
@@ -177,3 +179,53 @@ def test_the_layouts_of_four_stages_are_these() -> None:
 
 def test_one_stage_has_one_layout() -> None:
     assert list(rank_layouts(1)) == [(0,)]
+
+
+class HandWritten(Schedule):
+    """Whatever order a test asks for."""
+
+    name = "by-hand"
+
+    def __init__(self, order: Callable[[int], list[list[Action]]]) -> None:
+        self._order = order
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> HandWritten:
+        raise NotImplementedError
+
+    def actions(self, ranks: Sequence[int], num_microbatches: int) -> list[list[Action]]:
+        return self._order(num_microbatches)
+
+
+def one_stage(num_microbatches: int) -> list[list[Action]]:
+    return orders(" ".join(f"0F{m} 0B{m}" for m in range(num_microbatches)))
+
+
+def test_the_public_suite_passes_a_good_schedule() -> None:
+    check_schedule(HandWritten(one_stage), max_stages=1)
+
+
+def test_the_public_suite_names_the_case_that_fails() -> None:
+    with pytest.raises(AssertionError, match=r"by-hand, ranks \[0, 1\], 1 microbatches: .* orders for 1 ranks; there are 2"):
+        check_schedule(HandWritten(one_stage), max_stages=2)
+
+
+def test_the_public_suite_catches_backwards_in_another_order() -> None:
+    def descending(num_microbatches: int) -> list[list[Action]]:
+        forwards, backwards = ([f"0{kind}{m}" for m in range(num_microbatches)] for kind in "FB")
+        return orders(" ".join([*forwards, *reversed(backwards)]))
+
+    with pytest.raises(AssertionError, match="2 microbatches: backwards out of order: 0B1 before 0B0"):
+        check_schedule(HandWritten(descending), max_stages=1)
+
+
+def test_the_public_suite_catches_an_order_that_changes() -> None:
+    asked = iter(range(1000))
+
+    def changing(num_microbatches: int) -> list[list[Action]]:
+        if num_microbatches == 2 and next(asked) % 2:
+            return orders("0F1 0F0 0B0 0B1")
+        return one_stage(num_microbatches)
+
+    with pytest.raises(AssertionError, match="2 microbatches: not the same order twice"):
+        check_schedule(HandWritten(changing), max_stages=1)
