@@ -163,22 +163,21 @@ def assemble(sequences: Iterable[Tokenized], settings_hash: str, counts: Counts)
 def number_occurrences(
     keys: Sequence[bytes], hash64: Callable[[bytes], int] = xxhash.xxh3_64_intdigest
 ) -> list[SampleId]:
-    """A unique 64-bit id for each content key: the hash of (key, occurrence number, attempt).
+    """A unique 64-bit id for each content key: the hash of (key, occurrence number).
 
-    The attempt is 0 unless another sample of this data set already has that id. Then the next attempt is hashed, in the
+    Should another sample of this data set have that id already, the number goes up until the id is free. Both happen in the
     order of the file, so that the same file always gives the same ids.
     """
-    occurrences: dict[bytes, int] = {}
+    next_number: dict[bytes, int] = {}
     taken: set[int] = set()
     ids: list[SampleId] = []
     for key in keys:
-        occurrence = occurrences.get(key, 0)
-        occurrences[key] = occurrence + 1
-        attempt = 0
-        while (number := hash64(key + occurrence.to_bytes(8, "little") + attempt.to_bytes(8, "little"))) in taken:
-            attempt += 1
-        taken.add(number)
-        ids.append(SampleId(number))
+        number = next_number.get(key, 0)
+        while (candidate := hash64(key + number.to_bytes(8, "little"))) in taken:
+            number += 1
+        next_number[key] = number + 1
+        taken.add(candidate)
+        ids.append(SampleId(candidate))
     return ids
 
 
