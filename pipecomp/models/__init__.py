@@ -14,31 +14,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipecomp.models._checkpoint import CheckpointReader, TensorEntry, tensor_bytes, tensor_from_bytes
+    from pipecomp.models._checkpoint import CheckpointReader, StoredTensor, tensor_bytes
     from pipecomp.models._export import ModelFolderWriter, save_folder
     from pipecomp.models._sources import model_from_config, open_model, tokenizer_files
 
 __all__ = [
     "CheckpointReader",
     "ModelFolderWriter",
-    "TensorEntry",
+    "StoredTensor",
     "model_from_config",
     "open_model",
     "save_folder",
     "tensor_bytes",
-    "tensor_from_bytes",
     "tokenizer_files",
 ]
 
 _HOMES = {
     "CheckpointReader": "_checkpoint",
     "ModelFolderWriter": "_export",
-    "TensorEntry": "_checkpoint",
+    "StoredTensor": "_checkpoint",
     "model_from_config": "_sources",
     "open_model": "_sources",
     "save_folder": "_export",
     "tensor_bytes": "_checkpoint",
-    "tensor_from_bytes": "_checkpoint",
     "tokenizer_files": "_sources",
 }
 

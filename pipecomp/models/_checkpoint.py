@@ -28,7 +28,7 @@ PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_m
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
+class StoredTensor(msgspec.Struct, frozen=True):
     """What a file says about one tensor before it is read."""
 
     name: str
@@ -87,7 +87,7 @@ class CheckpointReader(Mapping[str, torch.Tensor]):
         for name in names:
             yield name, self[name]
 
-    def entry(self, name: str) -> TensorEntry:
+    def entry(self, name: str) -> StoredTensor:
         """Shape, dtype and size of a tensor, from its file's header."""
         stored = self._stored(name)
         with _open(self._locate(self._names()[stored])) as file:
@@ -98,11 +98,11 @@ class CheckpointReader(Mapping[str, torch.Tensor]):
         count = 1
         for size in shape:
             count *= size
-        return TensorEntry(name, shape, dtype, count * _DTYPES[dtype].itemsize)
+        return StoredTensor(name, shape, dtype, count * _DTYPES[dtype].itemsize)
 
-    def digest(self, name: str) -> int:
-        """xxh3_64 of a tensor's bytes as they are stored (little-endian, row-major)."""
-        return xxhash.xxh3_64_intdigest(tensor_bytes(self[name]))
+    def digest(self, name: str) -> str:
+        """xxh3_64 of a tensor's bytes as they are stored (little-endian, row-major), 16 hexadecimal digits."""
+        return xxhash.xxh3_64_hexdigest(tensor_bytes(self[name]))
 
     def _stored(self, name: str) -> str:
         stored = self._find(name)
@@ -133,21 +133,6 @@ class CheckpointReader(Mapping[str, torch.Tensor]):
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes, row-major, without a copy where it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def tensor_from_bytes(entry: TensorEntry, payload: bytes | bytearray | memoryview) -> torch.Tensor:
-    """The inverse of `tensor_bytes`; the tensor has memory of its own.
-
-    Raises:
-        ConfigError: the payload is not as long as the entry says, or its dtype is not a float.
-    """
-    size = memoryview(payload).nbytes
-    dtype = _DTYPES.get(entry.dtype)
-    if dtype is None or size != entry.nbytes:
-        raise ConfigError(f"tensor {entry.name}: {size} bytes of {entry.dtype}, expected {entry.nbytes} for shape {entry.shape}")
-    if size == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(payload), dtype=dtype).reshape(entry.shape)
 
 
 def read_index(path: Path) -> dict[str, str]:

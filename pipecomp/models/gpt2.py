@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pipecomp.errors import ConfigError
 from pipecomp.models._family import BlockContext, Layer, ModelFamily, TransformersConfig
 
 
@@ -32,6 +33,8 @@ class Gpt2(ModelFamily):
         return {"model_type": "gpt2", **size, **tokens, **dict.fromkeys(self.dropout_keys, 0.0)}
 
     def layer_paths(self, config: TransformersConfig) -> tuple[tuple[str, ...], ...]:
+        if config.add_cross_attention:
+            raise ConfigError("this GPT-2 has cross-attention (add_cross_attention): only decoders alone can be trained")
         blocks = tuple((f"transformer.h.{i}",) for i in range(config.n_layer))
         return ("transformer.wte", "transformer.wpe", "transformer.drop"), *blocks, ("transformer.ln_f", "lm_head")
 

@@ -217,11 +217,11 @@ def run_split(
             incoming.append(received)
             outgoing.append(stage.forward_layers(received, batch, seeds=seeds))
         loss = stages[-1].loss_sum(outgoing[-1], batch) / _NUM_TOKENS
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for received, sent in zip(incoming[:0:-1], outgoing[-2::-1], strict=True):
             assert received is not None
             if received.grad is not None:
-                sent.backward(received.grad * real)  # type: ignore[no-untyped-call]
+                sent.backward(received.grad * real)
         gradients = {name: p.grad for stage in stages for name, p in stage.named_checkpoint_parameters()}
         return Result(outgoing[-1].detach()[_real(batch)], loss.detach(), gradients)
 
