@@ -29,7 +29,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pass
 
 
-class ModelConfig(_Section):
+class ModelConfig(_Section, frozen=True, kw_only=True):
     """Which model, and what of it is trained."""
 
     name: str = ""
@@ -45,7 +45,7 @@ class ModelConfig(_Section):
     """Overrides every dropout of the model's own configuration."""
 
 
-class DataConfig(_Section):
+class DataConfig(_Section, frozen=True, kw_only=True):
     """Which text, and how it becomes samples."""
 
     train: str = ""
@@ -62,7 +62,7 @@ class DataConfig(_Section):
     """Default: all of `eval`, or a twentieth of `train` (at most 256 samples) held out."""
 
 
-class TrainConfig(_Section):
+class TrainConfig(_Section, frozen=True, kw_only=True):
     """The optimizer and its loop; names follow the Hugging Face trainer."""
 
     num_train_epochs: Positive = 1
@@ -92,7 +92,7 @@ class TrainConfig(_Section):
     save_model: bool = True
 
 
-class CompressionConfig(_Section):
+class CompressionConfig(_Section, frozen=True, kw_only=True):
     """What travels how. Each value is `{codec = NAME, ...}`."""
 
     forward: CodecOptions = msgspec.field(default_factory=lambda: {"codec": "delta", "bits": 4})
@@ -101,7 +101,7 @@ class CompressionConfig(_Section):
     tied: CodecOptions = msgspec.field(default_factory=lambda: {"codec": "identity"})
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(_Section, frozen=True, kw_only=True):
     """How many machines, what each holds, and how long silence is patience."""
 
     num_stages: Positive = 2
@@ -125,7 +125,7 @@ class ClusterConfig(_Section):
     """How long to wait for all workers."""
 
 
-class RunConfig(_Section):
+class RunConfig(_Section, frozen=True, kw_only=True):
     """One run, whole."""
 
     model: ModelConfig

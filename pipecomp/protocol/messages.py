@@ -43,7 +43,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 # ---------------------------------------------------------------- joining
 
 
-class Join(_Message):
+class Join(_Message, frozen=True, kw_only=True):
     """A worker asks to take part. An empty hash claims nothing; one that is given must equal the coordinator's."""
 
     protocol_version: int
@@ -60,14 +60,14 @@ class Join(_Message):
     tokenizer_hash: str = ""
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True, kw_only=True):
     """The worker may not join; `reason` names both values that differ and what to do."""
 
     worker: str
     reason: str
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True, kw_only=True):
     """The worker is in; it waits for its assignment."""
 
     run: str
@@ -99,7 +99,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     content_hash: str  # xxh3-64 of its bytes, hexadecimal
 
 
-class Assignment(_Message):
+class Assignment(_Message, frozen=True, kw_only=True):
     """What a worker holds and how the run goes. The same for all workers but for `rank` and `tensors`."""
 
     run: str
@@ -116,7 +116,7 @@ class Assignment(_Message):
     num_threads: int  # torch threads; 0: the worker decides
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True, kw_only=True):
     """The worker has its weights and its links."""
 
     epoch: int
@@ -133,7 +133,7 @@ class SampleRef(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class StepPlan(_Message):
+class StepPlan(_Message, frozen=True, kw_only=True):
     """One optimizer step. Buffers: `input_ids` and `labels` (int32, little-endian, samples joined without padding, in order
     of microbatches) where the receiving worker needs them."""
 
@@ -154,7 +154,7 @@ class LayerNorms(msgspec.Struct, frozen=True, array_like=True):
     squared_norms: tuple[float, ...]
 
 
-class Prepared(_Message):
+class Prepared(_Message, frozen=True, kw_only=True):
     """The worker's gradients are complete; it can commit or abort. `loss_sums` (one a microbatch) only from the head."""
 
     epoch: int
@@ -163,7 +163,7 @@ class Prepared(_Message):
     layer_norms: tuple[LayerNorms, ...]
 
 
-class StepFailed(_Message):
+class StepFailed(_Message, frozen=True, kw_only=True):
     """The step cannot be prepared here (values not finite, say); the coordinator aborts it everywhere."""
 
     epoch: int
@@ -172,7 +172,7 @@ class StepFailed(_Message):
     reason: str
 
 
-class Commit(_Message):
+class Commit(_Message, frozen=True, kw_only=True):
     """Apply the step: scale the gradients by `clip_coefficient`, step the optimizer, make staged messages current."""
 
     epoch: int
@@ -181,7 +181,7 @@ class Commit(_Message):
     clip_coefficient: float
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True, kw_only=True):
     """Forget the step: gradients and staged messages."""
 
     epoch: int
@@ -223,18 +223,18 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     meters: tuple[LinkMeter, ...]
 
 
-class Committed(_Message):
+class Committed(_Message, frozen=True, kw_only=True):
     epoch: int
     step: int
     report: StepReport
 
 
-class Aborted(_Message):
+class Aborted(_Message, frozen=True, kw_only=True):
     epoch: int
     step: int
 
 
-class EvaluationPlan(_Message):
+class EvaluationPlan(_Message, frozen=True, kw_only=True):
     """Forward passes only; touches no message and no weight. Buffers as in StepPlan."""
 
     epoch: int
@@ -245,7 +245,7 @@ class EvaluationPlan(_Message):
     buffer_nbytes: tuple[int, ...]
 
 
-class Evaluated(_Message):
+class Evaluated(_Message, frozen=True, kw_only=True):
     """`loss_sums` (one a microbatch) only from the head; `traffic` as in StepReport."""
 
     epoch: int
@@ -257,30 +257,30 @@ class Evaluated(_Message):
 # ---------------------------------------------------------------- life and end
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True, kw_only=True):
     sent_at_s: float
     activity: str  # for people: "forward of microbatch 3 on stage 1, step 17"
     step: int
     memory_nbytes: int
 
 
-class HeartbeatReply(_Message):
+class HeartbeatReply(_Message, frozen=True, kw_only=True):
     sent_at_s: float
 
 
-class SendWeights(_Message):
+class SendWeights(_Message, frozen=True, kw_only=True):
     """Send the trained tensors of your stages over the weights link."""
 
     epoch: int
 
 
-class WeightsSent(_Message):
+class WeightsSent(_Message, frozen=True, kw_only=True):
     epoch: int
     num_tensors: int
     traffic: tuple[Traffic, ...]
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True, kw_only=True):
     """The worker cannot go on; it ends after this."""
 
     worker: str
@@ -289,7 +289,7 @@ class Failed(_Message):
     reason: str
 
 
-class LinkLost(_Message):
+class LinkLost(_Message, frozen=True, kw_only=True):
     """A neighbour cannot be reached any more; the coordinator finds out which end is at fault."""
 
     link: str
@@ -297,14 +297,14 @@ class LinkLost(_Message):
     reason: str
 
 
-class Stop(_Message):
+class Stop(_Message, frozen=True, kw_only=True):
     """The run is over; `failed` says that it ended badly."""
 
     reason: str
     failed: bool
 
 
-class Goodbye(_Message):
+class Goodbye(_Message, frozen=True, kw_only=True):
     """The worker leaves (after Stop, or because its own user asked for it)."""
 
     worker: str
@@ -314,7 +314,7 @@ class Goodbye(_Message):
 # ---------------------------------------------------------------- data links
 
 
-class LinkHello(_Message):
+class LinkHello(_Message, frozen=True, kw_only=True):
     """First message of each end on each new connection of a link; asks to go on from `next_sequence`."""
 
     run: str
@@ -324,13 +324,13 @@ class LinkHello(_Message):
     next_sequence: int
 
 
-class Ack(_Message):
+class Ack(_Message, frozen=True, kw_only=True):
     """Every message up to and including `sequence` has been taken; its credit is free again."""
 
     sequence: int
 
 
-class Resend(_Message):
+class Resend(_Message, frozen=True, kw_only=True):
     """The receiver cannot use what it got for a sample; the sender should send it whole."""
 
     sequence: int
@@ -349,7 +349,7 @@ class SampleHeader(msgspec.Struct, frozen=True, array_like=True):
     num_rows: int  # real positions; padding does not travel
 
 
-class TensorMessage(_Message):
+class TensorMessage(_Message, frozen=True, kw_only=True):
     """Activations (forward, evaluation) or their gradients (backward) of one microbatch. Buffers: one a sample."""
 
     sequence: int
@@ -366,7 +366,7 @@ class TensorMessage(_Message):
     buffer_nbytes: tuple[int, ...]
 
 
-class GradientMessage(_Message):
+class GradientMessage(_Message, frozen=True, kw_only=True):
     """A piece of one parameter's gradient (kind tied). Buffers: one."""
 
     sequence: int
@@ -383,7 +383,7 @@ class GradientMessage(_Message):
     buffer_nbytes: tuple[int, ...]
 
 
-class WeightsRequest(_Message):
+class WeightsRequest(_Message, frozen=True, kw_only=True):
     """Asks the coordinator for bytes `offset .. offset + nbytes` of a checkpoint tensor."""
 
     sequence: int
@@ -392,7 +392,7 @@ class WeightsRequest(_Message):
     nbytes: int
 
 
-class WeightsChunk(_Message):
+class WeightsChunk(_Message, frozen=True, kw_only=True):
     """Bytes of a checkpoint tensor, in either direction. Buffers: one."""
 
     sequence: int

@@ -1,0 +1,236 @@
+"""From an assignment to a pipeline ready to run: modules, weights, coders, channels, optimizer. Joins every layer below the
+apps; knows no control session.
+
+    build_stages     meta modules -> weights (sent, own folder or random) -> parameters
+    dial and accept  the worker of stage s dials the worker of stage s + 1; embedding dials head where gradients are tied
+    make_pipeline    one coder and one channel for each kind of traffic and direction of each link
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from pipecomp import registry
+from pipecomp.buffers.memory import MemoryBuffer
+from pipecomp.codecs.base import Codec
+from pipecomp.config import RunConfig
+from pipecomp.errors import CodecError
+from pipecomp.models.base import Model, StageModule, TiedWeight
+from pipecomp.protocol.messages import Assignment, StageAddress, stage_link, tied_link
+from pipecomp.runtime.channel import CodecThreads, Destination, Inbox, OutChannel
+from pipecomp.runtime.coding import LinkCoder
+from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.link import Link, LinkHub
+from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
+from pipecomp.runtime.pipeline import Inlet, Pipeline, StageEnds, check_layout
+from pipecomp.runtime.stage import StageRuntime
+from pipecomp.runtime.tied import TiedExchange
+from pipecomp.schedules.base import Schedule
+from pipecomp.transport.base import Address
+from pipecomp.types import Kind, Rank, Shard, StageIndex
+
+
+class Engine(NamedTuple):
+    """Where the work of one worker runs."""
+
+    compute: ComputeThread
+    threads: CodecThreads
+
+
+def own_stages(assignment: Assignment) -> list[StageAddress]:
+    """The stages of this worker, in order."""
+    return [s for s in assignment.stages if s.rank == assignment.rank]
+
+
+def build_modules(
+    model: Model, assignment: Assignment, weights: Mapping[str, torch.Tensor] | None, seed: int
+) -> dict[int, StageModule]:
+    """Materialize this worker's shards; runs in the compute thread."""
+    modules: dict[int, StageModule] = {}
+    for stage in own_stages(assignment):
+        module = model.build(Shard(stage.first_layer, stage.end_layer))
+        model.initialize(module, weights, seed=seed)
+        modules[stage.stage] = module
+    if assignment.tied == "local" and len(modules) > 1:
+        model.share_tied_storage(modules[min(modules)], modules[max(modules)])
+    return modules
+
+
+def needed_tensors(model: Model, assignment: Assignment) -> tuple[str, ...]:
+    """Checkpoint names of this worker's shards, each once."""
+    names = [n for s in own_stages(assignment) for n in model.checkpoint_names(Shard(s.first_layer, s.end_layer))]
+    return tuple(dict.fromkeys(names))
+
+
+async def connect(hub: LinkHub, assignment: Assignment, *, timeout_s: float) -> dict[str, Link]:
+    """Every data link of this worker, dialled and accepted side by side."""
+    wanted: dict[str, Address | None] = {}
+    for here, there in itertools.pairwise(assignment.stages):
+        name = stage_link(assignment.replica, here.stage)
+        if here.rank == assignment.rank:
+            wanted[name] = Address(there.data_address)
+        elif there.rank == assignment.rank:
+            wanted[name] = None
+    if assignment.tied == "exchange":
+        first, last = assignment.stages[0], assignment.stages[-1]
+        if first.rank == assignment.rank:
+            wanted[tied_link(assignment.replica)] = Address(last.data_address)
+        elif last.rank == assignment.rank:
+            wanted[tied_link(assignment.replica)] = None
+
+    async def open_one(name: str, address: Address | None) -> Link:
+        if address is None:
+            return await hub.accept(name, timeout_s=timeout_s)
+        return await hub.dial(address, name, timeout_s=timeout_s)
+
+    links = await asyncio.gather(*(open_one(name, address) for name, address in wanted.items()))
+    return dict(zip(wanted, links, strict=True))
+
+
+class PipelineMaker:
+    """Builds one worker's pipeline out of its modules and links."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        config: RunConfig,
+        model: Model,
+        modules: Mapping[int, StageModule],
+        links: Mapping[str, Link],
+        engine: Engine,
+    ) -> None:
+        self._assignment = assignment
+        self._config = config
+        self._model = model
+        self._modules = modules
+        self._links = links
+        self._engine = engine
+        self.inboxes = {name: Inbox(link) for name, link in links.items()}
+        self.channels: list[OutChannel] = []
+        self._refuse: Callable[[int, int, CodecError], None] = _unheard
+
+    def make(self) -> Pipeline:
+        """The pipeline; its channels and inboxes still have to be started (`channels`, `inboxes`)."""
+        ranks = tuple(Rank(s.rank) for s in self._assignment.stages)
+        check_layout(ranks)
+        stages = [self._stage_ends(stage) for stage in own_stages(self._assignment)]
+        pipeline = Pipeline(
+            stages,
+            ranks,
+            self._schedule(),
+            ShardOptimizer(self._owned(), self._config.train),
+            rank=Rank(self._assignment.rank),
+            tied=self._tied(),
+            compute=self._engine.compute,
+            threads=self._engine.threads,
+        )
+        self._refuse = pipeline.refuse
+        return pipeline
+
+    def _schedule(self) -> Schedule:
+        options: dict[str, Any] = {}
+        if self._config.cluster.num_in_flight is not None:
+            options["num_in_flight"] = self._config.cluster.num_in_flight
+        schedule: Schedule = registry.load("pipecomp.schedules", self._config.cluster.schedule).from_options(options)
+        return schedule
+
+    def _stage_ends(self, here: StageAddress) -> StageEnds:
+        stages, replica = self._assignment.stages, self._assignment.replica
+        runtime = StageRuntime(
+            self._modules[here.stage],
+            needs_input_gradient=here.needs_input_gradient,
+            recompute=self._config.train.gradient_checkpointing,
+            run_seed=self._config.train.seed,
+        )
+        below = stages[here.stage - 1] if here.stage > 0 else None
+        above = stages[here.stage + 1] if here.stage + 1 < len(stages) else None
+        up = stage_link(replica, here.stage)
+        down = stage_link(replica, here.stage - 1)
+        returns = above is not None and above.needs_input_gradient
+        return StageEnds(
+            StageIndex(here.stage),
+            runtime,
+            forward_in=None if below is None else self._inlet(down, Kind.FORWARD, here.stage),
+            forward_out=None if above is None else self._channel(up, Kind.FORWARD, above.stage, here.stage),
+            backward_in=self._inlet(up, Kind.BACKWARD, here.stage) if returns else None,
+            backward_out=self._channel(down, Kind.BACKWARD, here.stage - 1, here.stage) if here.needs_input_gradient else None,
+            evaluation_in=None if below is None else self._inlet(down, Kind.EVALUATION, here.stage),
+            evaluation_out=None if above is None else self._channel(up, Kind.EVALUATION, above.stage, here.stage),
+        )
+
+    def _inlet(self, link: str, kind: Kind, stage: int) -> Inlet:
+        return Inlet(self.inboxes[link], self._coder(link, kind), self._destination(kind, stage))
+
+    def _channel(self, link: str, kind: Kind, to_stage: int, from_stage: int) -> OutChannel:
+        channel = OutChannel(
+            self._links[link],
+            self._coder(link, kind),
+            self._engine.threads,
+            self._destination(kind, to_stage),
+            on_refused=lambda step, error: self._refuse(from_stage, step, error),
+        )
+        self.channels.append(channel)
+        return channel
+
+    def _coder(self, link: str, kind: Kind) -> LinkCoder:
+        codec = self._codec(kind)
+        buffer = MemoryBuffer() if codec.has_messages else None
+        return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=self._config.train.seed)
+
+    def _codec(self, kind: Kind) -> Codec:
+        options = dict(getattr(self._config.compression, kind.value))
+        codec: Codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
+        return codec
+
+    def _destination(self, kind: Kind, stage: int) -> Destination:
+        a = self._assignment
+        return Destination(a.run, a.epoch, a.replica, kind, stage, self._model.plan.hidden_size)
+
+    def _owned(self) -> list[OwnedParameter]:
+        """Trainable parameters in layer order; a tied alias only where the embedding is on another worker."""
+        tied = self._model.plan.tied
+        layers = {p.name: p.layer for p in self._model.plan.parameters}
+        owned: list[OwnedParameter] = []
+        for stage in sorted(self._modules):
+            for name, parameter in self._modules[stage].named_checkpoint_parameters():
+                is_alias = tied is not None and name == tied.alias
+                if not parameter.requires_grad or (is_alias and self._assignment.tied != "exchange"):
+                    continue
+                layer = tied.last_layer if tied is not None and is_alias else layers[name]
+                owned.append(OwnedParameter(layer, name, parameter, counts_in_norm=not is_alias))
+        return owned
+
+    def _tied(self) -> TiedExchange | tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+        tied = self._model.plan.tied
+        if tied is None:
+            return None
+        named = (n for module in self._modules.values() for n in module.named_checkpoint_parameters())
+        mine = {name: p for name, p in named if name in (tied.name, tied.alias)}
+        if not mine or not all(p.requires_grad for p in mine.values()):
+            return None
+        if len(mine) == 2:
+            return mine[tied.name], mine[tied.alias]
+        return self._exchange(tied, mine)
+
+    def _exchange(self, tied: TiedWeight, mine: Mapping[str, torch.nn.Parameter]) -> TiedExchange:
+        is_embedding = tied.name in mine
+        replica, stages = self._assignment.replica, self._assignment.stages
+        return TiedExchange(
+            self.inboxes[tied_link(replica)],
+            self._codec(Kind.TIED),
+            self._engine.threads,
+            self._destination(Kind.TIED, stages[-1].stage if is_embedding else stages[0].stage),
+            name=tied.name,
+            parameter=mine[tied.name if is_embedding else tied.alias],
+            is_embedding=is_embedding,
+            run_seed=self._config.train.seed,
+        )
+
+
+def _unheard(_stage: int, _step: int, error: CodecError) -> None:
+    raise error

@@ -1,0 +1,361 @@
+"""One rank's side of a pipeline: runs the schedule's actions of a step, then commits or aborts it. Joins stages, channels and
+the optimizer; knows no coordinator, no processes and no run files.
+
+    run_step    actions in order: wait (in the event loop) for an action's input, compute it (in the compute thread), hand its
+                output to the channel, which encodes and sends beside the next action
+    commit      optimizer step, staged messages become current            abort     forget both
+
+Nothing but `commit` changes weights, optimizer state or messages (law 3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pipecomp.errors import CodecError, LocalProtocolError
+from pipecomp.models.base import Batch
+from pipecomp.protocol.link import check_tensor_message
+from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, TensorMessage
+from pipecomp.runtime.batches import check_refs, make_batches
+from pipecomp.runtime.channel import CodecThreads, Destination, Inbox, OutChannel
+from pipecomp.runtime.coding import LinkCoder
+from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.optimizer import ShardOptimizer
+from pipecomp.runtime.stage import StageRuntime
+from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
+from pipecomp.schedules.base import Action, ActionKind, Schedule
+from pipecomp.types import Kind, Rank, StageIndex
+
+
+class Inlet(NamedTuple):
+    """Where one kind of tensors for a stage comes from."""
+
+    inbox: Inbox
+    coder: LinkCoder
+    expected: Destination
+
+
+class StageEnds(NamedTuple):
+    """One stage with all that enters and leaves it. None where nothing does."""
+
+    stage: StageIndex
+    runtime: StageRuntime
+    forward_in: Inlet | None
+    forward_out: OutChannel | None
+    backward_in: Inlet | None
+    backward_out: OutChannel | None
+    evaluation_in: Inlet | None
+    evaluation_out: OutChannel | None
+
+
+class PreparedStep(NamedTuple):
+    """What the coordinator needs before it decides."""
+
+    loss_sums: tuple[float, ...]  # one a microbatch, from the head's stage
+    layer_norms: tuple[LayerNorms, ...]
+
+
+class StepRefused(CodecError):
+    """Values of this step cannot be encoded; the step must be aborted, the run can go on."""
+
+    def __init__(self, stage: int, reason: str) -> None:
+        super().__init__(reason)
+        self.stage = stage
+
+
+class Activity:
+    """What this worker is doing, in words; read by heartbeats and error messages."""
+
+    def __init__(self) -> None:
+        self.text = "starting"
+        self.step = 0
+
+
+class Pipeline:
+    """The stages of one rank, ready to train."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageEnds],
+        ranks: Sequence[Rank],
+        schedule: Schedule,
+        optimizer: ShardOptimizer,
+        *,
+        rank: Rank,
+        tied: TiedExchange | tuple[torch.nn.Parameter, torch.nn.Parameter] | None,
+        compute: ComputeThread,
+        threads: CodecThreads,
+    ) -> None:
+        """`tied`: the exchange, or (embedding, head) parameters where both are here, or None."""
+        self.stages = {s.stage: s for s in stages}
+        self.activity = Activity()
+        self.optimizer = optimizer
+        self._ranks = tuple(ranks)
+        self._schedule = schedule
+        self._rank = rank
+        self._tied = tied
+        self.compute = compute
+        self.threads = threads
+        self._refused: asyncio.Future[None] | None = None
+
+    # ------------------------------------------------------------ a step
+
+    async def run_step(self, plan: StepPlan, buffers: Sequence[memoryview]) -> PreparedStep:
+        """All actions of this rank; returns once gradients are complete and every message is staged.
+
+        Raises:
+            StepRefused: values that are not finite; the coordinator should abort the step.
+            PipecompError: a link or the protocol failed; the run cannot go on.
+        """
+        check_refs(plan.microbatches)
+        self._refused = asyncio.get_running_loop().create_future()
+        running = asyncio.ensure_future(self._run_actions(plan, make_batches(plan, buffers)))
+        try:
+            running.add_done_callback(lambda _: self._refused and self._refused.cancel())
+            await asyncio.wait([self._refused])
+            if not self._refused.cancelled():
+                self._refused.result()
+            return await running
+        finally:
+            running.cancel()
+            self._refused.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def commit(self, step: int, *, learning_rate: float, clip_coefficient: float) -> None:
+        """Apply a prepared step: weights, then messages."""
+        self._note("commit", step)
+        await self.compute.run(self.optimizer.step, learning_rate, clip_coefficient)
+        for coder in self._coders():
+            coder.commit(step)
+        self._finish(step)
+        self._note("waiting for the next step", step)
+
+    async def abort(self, step: int) -> None:
+        """Forget a step, at whatever point it was."""
+        self._note("abort", step)
+        for stage in self.stages.values():
+            for channel in (stage.forward_out, stage.backward_out):
+                if channel is not None:
+                    channel.forget()
+        await self.threads.idle()
+        await self.compute.run(self._forget)
+        for coder in self._coders():
+            coder.abort(step)
+        self._finish(step)
+        self._note("waiting for the next step", step)
+
+    async def evaluate(self, plan: EvaluationPlan, buffers: Sequence[memoryview]) -> tuple[float, ...]:
+        """Forward only, without dropout; no message, weight or gradient is touched. Loss sums where the head is."""
+        check_refs(plan.microbatches)
+        batches = make_batches(plan, buffers)
+        loss_sums: list[float] = []
+        inputs = self._start_decoding(plan.evaluation, plan.microbatches, evaluation=True)
+        try:
+            for action in self._actions(len(batches)):
+                if action.kind is ActionKind.FORWARD:
+                    await self._evaluate_one(plan, action, batches[action.microbatch], inputs, loss_sums)
+            for stage in self.stages.values():
+                if stage.evaluation_out is not None:
+                    await stage.evaluation_out.encoded()
+        finally:
+            await _cancel(inputs.values())
+        for stage in self.stages.values():
+            if stage.evaluation_in is not None:
+                stage.evaluation_in.inbox.finish(Kind.EVALUATION, plan.evaluation)
+        self._note("waiting for the next step", self.activity.step)
+        return tuple(loss_sums)
+
+    def refuse(self, stage: int, step: int, error: CodecError) -> None:
+        """A channel could not encode; ends the running step."""
+        if self._refused is not None and not self._refused.done():
+            self._refused.set_exception(StepRefused(stage, f"step {step}: {error}"))
+
+    def take_meters(self) -> tuple[LinkMeter, ...]:
+        channels = [c for s in self.stages.values() for c in (s.forward_out, s.backward_out) if c is not None]
+        return tuple(meter for channel in channels for meter in channel.take_meters())
+
+    @property
+    def message_nbytes(self) -> int:
+        return sum(coder.message_nbytes for coder in self._coders())
+
+    # ------------------------------------------------------------ the actions
+
+    async def _run_actions(self, plan: StepPlan, batches: list[Batch]) -> PreparedStep:
+        loss_sums: list[float] = []
+        inputs = self._start_decoding(plan.step, plan.microbatches, evaluation=False)
+        try:
+            for action in self._actions(len(batches)):
+                if action.kind is ActionKind.FORWARD:
+                    await self._forward(plan, action, batches[action.microbatch], inputs, loss_sums)
+                elif self.stages[action.stage].runtime.has_backward:
+                    await self._backward(plan, action, inputs)
+            for stage in self.stages.values():
+                for channel in (stage.forward_out, stage.backward_out):
+                    if channel is not None:
+                        self._note(f"encoding the last values of stage {stage.stage}", plan.step)
+                        await channel.encoded()
+        finally:
+            await _cancel(inputs.values())
+        await self._sum_tied(plan.step)
+        self._note("gradient norms", plan.step)
+        norms = await self.compute.run(self.optimizer.layer_norms)
+        self._note("waiting for commit", plan.step)
+        return PreparedStep(tuple(loss_sums), norms)
+
+    async def _forward(
+        self, plan: StepPlan, action: Action, batch: Batch, inputs: dict[Action, asyncio.Task[torch.Tensor]], losses: list[float]
+    ) -> None:
+        stage = self.stages[action.stage]
+        hidden = await self._input(action, inputs, plan.step)
+        self._note(f"forward of microbatch {action.microbatch} on stage {action.stage}", plan.step)
+        result = await self.compute.run(
+            stage.runtime.forward, plan.step, action.microbatch, batch, hidden, num_targets=plan.num_targets
+        )
+        if result.loss_sum is not None:
+            losses.append(result.loss_sum)
+        if stage.forward_out is not None:
+            assert result.hidden is not None
+            self._submit(stage.forward_out, plan, action, result.hidden)
+
+    async def _backward(self, plan: StepPlan, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]]) -> None:
+        stage = self.stages[action.stage]
+        gradient = await self._input(action, inputs, plan.step)
+        self._note(f"backward of microbatch {action.microbatch} on stage {action.stage}", plan.step)
+        below = await self.compute.run(
+            stage.runtime.backward, plan.step, action.microbatch, gradient, num_targets=plan.num_targets
+        )
+        if stage.backward_out is not None:
+            assert below is not None
+            self._submit(stage.backward_out, plan, action, below)
+
+    async def _evaluate_one(
+        self,
+        plan: EvaluationPlan,
+        action: Action,
+        batch: Batch,
+        inputs: dict[Action, asyncio.Task[torch.Tensor]],
+        losses: list[float],
+    ) -> None:
+        stage = self.stages[action.stage]
+        hidden = await self._input(action, inputs, self.activity.step)
+        self._note(f"evaluation of microbatch {action.microbatch} on stage {action.stage}", self.activity.step)
+        result = await self.compute.run(stage.runtime.evaluate, batch, hidden)
+        if result.loss_sum is not None:
+            losses.append(result.loss_sum)
+        if stage.evaluation_out is not None:
+            assert result.hidden is not None
+            refs = plan.microbatches[action.microbatch]
+            stage.evaluation_out.submit(plan.evaluation, action.microbatch, refs, result.hidden, metered=False)
+
+    async def _sum_tied(self, step: int) -> None:
+        if isinstance(self._tied, TiedExchange):
+            self._note("exchange of the tied weight's gradients", step)
+            await self._tied.exchange(step)
+        elif self._tied is not None:
+            await self.compute.run(add_tied_gradients, *self._tied)
+
+    # ------------------------------------------------------------ inputs and outputs
+
+    def _actions(self, num_microbatches: int) -> list[Action]:
+        return self._schedule.actions(self._ranks, num_microbatches)[self._rank]
+
+    def _start_decoding(
+        self, step: int, microbatches: Sequence[Sequence[SampleRef]], *, evaluation: bool
+    ) -> dict[Action, asyncio.Task[torch.Tensor]]:
+        """A task for every input that will come over a link; it decodes as soon as the message is here."""
+        tasks: dict[Action, asyncio.Task[torch.Tensor]] = {}
+        for stage in self.stages.values():
+            forward_in = stage.evaluation_in if evaluation else stage.forward_in
+            backward_in = stage.backward_in if stage.runtime.has_backward and not evaluation else None
+            for kind, inlet in ((ActionKind.FORWARD, forward_in), (ActionKind.BACKWARD, backward_in)):
+                if inlet is None:
+                    continue
+                for index, refs in enumerate(microbatches):
+                    action = Action(stage.stage, kind, index)  # type: ignore[arg-type]
+                    tasks[action] = asyncio.create_task(self._decode(inlet, step, index, refs))
+        return tasks
+
+    async def _decode(self, inlet: Inlet, step: int, microbatch: int, refs: Sequence[SampleRef]) -> torch.Tensor:
+        to = inlet.expected
+        received = await inlet.inbox.take(to.kind, step, microbatch)
+        message = received.message
+        assert isinstance(message, TensorMessage)
+        check_tensor_message(
+            message,
+            run=to.run,
+            epoch=to.epoch,
+            replica=to.replica,
+            kind=to.kind,
+            stage=to.stage,
+            codec=inlet.coder.codec.name,
+            num_columns=to.num_columns,
+            samples=[(ref.sample_id, ref.length) for ref in refs],
+        )
+        tensor = await self.threads.run(
+            lambda: inlet.coder.decode(message.samples, received.buffers, num_columns=to.num_columns, step=step)
+        )
+        inlet.inbox.link.taken(received)
+        return tensor
+
+    async def _input(
+        self, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]], step: int
+    ) -> torch.Tensor | None:
+        task = inputs.get(action)
+        if task is None:
+            return None
+        what = "activations" if action.kind is ActionKind.FORWARD else "gradients"
+        self._note(f"waiting for {what} of microbatch {action.microbatch} at stage {action.stage}", step)
+        try:
+            return await task
+        finally:
+            inputs.pop(action, None)  # nothing but the action keeps the tensor alive
+
+    def _submit(self, channel: OutChannel, plan: StepPlan, action: Action, tensor: torch.Tensor) -> None:
+        refs = plan.microbatches[action.microbatch]
+        metered = action.microbatch == plan.step % len(plan.microbatches)
+        channel.submit(plan.step, action.microbatch, refs, tensor, metered=metered)
+
+    def _coders(self) -> list[LinkCoder]:
+        coders = []
+        for stage in self.stages.values():
+            coders += [c.coder for c in (stage.forward_out, stage.backward_out) if c is not None]
+            coders += [c.coder for c in (stage.forward_in, stage.backward_in) if c is not None]
+        return coders
+
+    def _finish(self, step: int) -> None:
+        for stage in self.stages.values():
+            for inlet in (stage.forward_in, stage.backward_in):
+                if inlet is not None:
+                    inlet.inbox.finish(inlet.expected.kind, step)
+        if isinstance(self._tied, TiedExchange):
+            self._tied.finish(step)
+
+    def _forget(self) -> None:
+        self.optimizer.forget()
+        for stage in self.stages.values():
+            stage.runtime.forget()
+            for parameter in stage.runtime.module.parameters():
+                parameter.grad = None
+
+    def _note(self, text: str, step: int) -> None:
+        self.activity.text = text
+        self.activity.step = step
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[torch.Tensor]]) -> None:
+    pending = list(tasks)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+def check_layout(ranks: Sequence[Rank]) -> None:
+    """Raise LocalProtocolError where two neighbouring stages share a rank: no link joins them."""
+    for stage, (here, there) in enumerate(itertools.pairwise(ranks)):
+        if here == there:
+            raise LocalProtocolError(f"stages {stage} and {stage + 1} are both on rank {here}; join them into one shard")

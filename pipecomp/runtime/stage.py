@@ -1,0 +1,108 @@
+"""One stage's forward and backward for the microbatches in flight. Knows torch and microbatch indices; no sockets, no codecs.
+
+    forward(i)    keep what backward(i) needs: the graph, or with recompute only the input
+    backward(i)   gradients add up in each parameter's `.grad`, in the order of the calls (law 1)
+
+The forward of a stage runs on what it received, m(xi), and its input gradient is the gradient at m.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pipecomp.errors import LocalProtocolError
+from pipecomp.models.base import Batch, StageModule
+from pipecomp.runtime.seeds import DropoutSeeds
+
+
+class ForwardResult(NamedTuple):
+    """`hidden` for the next stage, or the loss where the stage ends with the head."""
+
+    hidden: torch.Tensor | None  # (B, T, H) fp32, no graph
+    loss_sum: float | None  # sum of token losses of the microbatch
+
+
+class _Kept(NamedTuple):
+    """What a backward pass needs of its forward pass."""
+
+    batch: Batch
+    hidden: torch.Tensor | None
+    output: torch.Tensor | None  # with graph; None means: recompute
+
+
+class StageRuntime:
+    """Computes one stage. All calls come from one thread."""
+
+    def __init__(self, module: StageModule, *, needs_input_gradient: bool, recompute: bool, run_seed: int) -> None:
+        self.module = module
+        self.needs_input_gradient = needs_input_gradient
+        self.has_backward = needs_input_gradient or any(p.requires_grad for p in module.parameters())
+        self._recompute = recompute
+        self._run_seed = run_seed
+        self._kept: dict[int, _Kept] = {}
+
+    def forward(
+        self, step: int, microbatch: int, batch: Batch, hidden: torch.Tensor | None, *, num_targets: int
+    ) -> ForwardResult:
+        """Forward one microbatch of a training step.
+
+        Args:
+            step, microbatch: also the dropout's seed.
+            batch: lengths, and ids or labels where this stage needs them.
+            hidden: (B, T, H) fp32 as received; None where the stage starts with the embedding.
+            num_targets: label tokens of the whole batch; the loss that is differentiated is divided by it.
+        """
+        if microbatch in self._kept:
+            raise LocalProtocolError(f"forward of microbatch {microbatch} runs twice in step {step}")
+        if hidden is not None:
+            hidden = hidden.detach().requires_grad_(self.needs_input_gradient)
+        keep_graph = self.has_backward and not self._recompute
+        with torch.set_grad_enabled(keep_graph):
+            output, loss_sum = self._run(step, microbatch, batch, hidden, num_targets)
+        if self.has_backward:
+            self._kept[microbatch] = _Kept(batch, hidden, output if keep_graph else None)
+        return ForwardResult(None if self.module.is_last else output.detach(), loss_sum)
+
+    def backward(
+        self, step: int, microbatch: int, gradient: torch.Tensor | None, *, num_targets: int
+    ) -> torch.Tensor | None:
+        """Backward one microbatch; return the gradient at its input if an earlier stage needs it.
+
+        Args:
+            gradient: (B, T, H) fp32 at this stage's output, zeros at padding; None where the stage ends with the head.
+        """
+        kept = self._kept.pop(microbatch, None)
+        if kept is None:
+            raise LocalProtocolError(f"backward of microbatch {microbatch} in step {step} has no forward")
+        output = kept.output
+        if output is None:
+            with torch.enable_grad():
+                output, _ = self._run(step, microbatch, kept.batch, kept.hidden, num_targets)
+        torch.autograd.backward(output, gradient)
+        if not self.needs_input_gradient:
+            return None
+        assert kept.hidden is not None and kept.hidden.grad is not None
+        return kept.hidden.grad
+
+    def evaluate(self, batch: Batch, hidden: torch.Tensor | None) -> ForwardResult:
+        """Forward without dropout, graph or trace."""
+        with torch.no_grad():
+            output = self.module.forward_layers(hidden, batch, seeds=None)
+            if self.module.is_last:
+                return ForwardResult(None, float(self.module.loss_sum(output, batch)))
+            return ForwardResult(output, None)
+
+    def forget(self) -> None:
+        """Drop the microbatches in flight (an aborted step)."""
+        self._kept.clear()
+
+    def _run(
+        self, step: int, microbatch: int, batch: Batch, hidden: torch.Tensor | None, num_targets: int
+    ) -> tuple[torch.Tensor, float | None]:
+        output = self.module.forward_layers(hidden, batch, seeds=DropoutSeeds(self._run_seed, step, microbatch))
+        if not self.module.is_last:
+            return output, None
+        loss_sum = self.module.loss_sum(output, batch)
+        return loss_sum / num_targets, float(loss_sum.detach())

@@ -1,0 +1,264 @@
+"""A whole pipeline in one event loop, without coordinator or processes: real stages, codecs and links over the memory
+transport. Knows the runtime; starts no process. For tests of the laws and for experiments in one process.
+
+    async with LocalPipeline(config, model_config, num_ranks=3) as pipeline:
+        outcome = await pipeline.step(microbatches, learning_rate=1e-3)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from pipecomp.config import RunConfig
+from pipecomp.models import model_from_config
+from pipecomp.models.base import StageModule
+from pipecomp.partition import StagePlan, plan_stages
+from pipecomp.protocol.messages import Assignment, EvaluationPlan, SampleRef, StageAddress, StepPlan
+from pipecomp.runtime.assembly import Engine, PipelineMaker, build_modules, connect
+from pipecomp.runtime.channel import CodecThreads
+from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.link import LinkHub
+from pipecomp.runtime.pipeline import Pipeline
+from pipecomp.transport.base import Address
+from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
+from pipecomp.types import Kind, SampleId, Shard, StageIndex
+
+T = TypeVar("T")
+_RUN, _EPOCH = "local", 1
+
+
+class LocalSample(NamedTuple):
+    """One sample of a step."""
+
+    sample_id: int
+    input_ids: Sequence[int]
+    labels: Sequence[int]  # -100 where no loss; not shifted
+
+
+class StepOutcome(NamedTuple):
+    """What the coordinator would know after a step."""
+
+    loss: float
+    gradient_norm: float
+
+
+Microbatches = Sequence[Sequence[LocalSample]]
+
+
+class LocalPipeline:
+    """All ranks of one pipeline; `ranks[i]` is the pipeline of rank i."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_config: Mapping[str, Any],
+        *,
+        num_ranks: int,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """`weights`: checkpoint tensors; None for random ones from the run's seed."""
+        self.config = config
+        self.model = model_from_config(model_config, freeze=config.model.freeze, dropout=config.model.dropout)
+        self.plan = self._plan(num_ranks)
+        self.modules: list[dict[int, StageModule]] = []
+        self.makers: list[PipelineMaker] = []
+        self.ranks: list[Pipeline] = []
+        self._weights = weights
+        self._num_ranks = num_ranks
+        self._compute = ComputeThread(num_threads=1)
+        self._threads = CodecThreads()
+        self._hubs: list[LinkHub] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._step = 0
+        self._evaluation = 0
+
+    async def __aenter__(self) -> Self:
+        network = MemoryNetwork()
+        addresses = []
+        for rank in range(self._num_ranks):
+            hub = LinkHub(MemoryTransport(network), worker=f"worker-{rank}", credit_nbytes=2**26)
+            hub.configure(_RUN, _EPOCH)
+            addresses.append(await hub.listen(Address(f"memory://worker-{rank}")))
+            self._hubs.append(hub)
+        stages = self._addresses(addresses)
+        assignments = [self._assignment(rank, stages) for rank in range(self._num_ranks)]
+        links = await asyncio.gather(
+            *(connect(hub, a, timeout_s=10.0) for hub, a in zip(self._hubs, assignments, strict=True))
+        )
+        for assignment, own in zip(assignments, links, strict=True):
+            modules = await self._compute.run(
+                build_modules, self.model, assignment, self._weights, self.config.train.seed
+            )
+            maker = PipelineMaker(assignment, self.config, self.model, modules, own, Engine(self._compute, self._threads))
+            self.modules.append(modules)
+            self.makers.append(maker)
+            self.ranks.append(maker.make())
+        for maker in self.makers:
+            self._tasks += [asyncio.create_task(inbox.run()) for inbox in maker.inboxes.values()]
+            for channel in maker.channels:
+                self._tasks += channel.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for hub in self._hubs:
+            await hub.close()
+        self._threads.close()
+        self._compute.close()
+
+    # ------------------------------------------------------------ training
+
+    async def step(self, microbatches: Microbatches, *, learning_rate: float, abort: bool = False) -> StepOutcome:
+        """One optimizer step by the two-phase rule; `abort` decides against it after all ranks are prepared."""
+        plan, buffers = self._step_plan(microbatches, learning_rate)
+        prepared = await self._all(rank.run_step(plan, buffers) for rank in self.ranks)
+        loss = sum(s for p in prepared for s in p.loss_sums) / plan.num_targets
+        norms = sorted((n for p in prepared for n in p.layer_norms), key=lambda n: n.layer)
+        total = 0.0
+        for layer in norms:
+            for value in layer.squared_norms:
+                total += value
+        norm = math.sqrt(total)
+        limit = self.config.train.max_grad_norm
+        clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        if abort:
+            await self._all(rank.abort(plan.step) for rank in self.ranks)
+        else:
+            await self._all(
+                rank.commit(plan.step, learning_rate=learning_rate, clip_coefficient=clip) for rank in self.ranks
+            )
+        return StepOutcome(loss, norm)
+
+    async def evaluate(self, microbatches: Microbatches) -> float:
+        """Mean token loss without dropout."""
+        self._evaluation += 1
+        refs, buffers = _refs_and_buffers(microbatches)
+        plan = EvaluationPlan(
+            epoch=_EPOCH,
+            evaluation=self._evaluation,
+            microbatches=refs,
+            has_input_ids=True,
+            has_labels=True,
+            buffer_nbytes=tuple(map(len, buffers)),
+        )
+        sums = await self._all(rank.evaluate(plan, buffers) for rank in self.ranks)
+        total: float = sum(s for loss_sums in sums for s in loss_sums)
+        return total / _num_targets(microbatches)
+
+    def digests(self) -> list[tuple[dict[SampleId, tuple[int, int]], dict[SampleId, tuple[int, int]]]]:
+        """For each forward link, what its sender and what its receiver remember (law 2)."""
+        ends = {index: stage for rank in self.ranks for index, stage in rank.stages.items()}
+        pairs = [(ends[StageIndex(i)].forward_out, ends[StageIndex(i + 1)].forward_in) for i in range(len(ends) - 1)]
+        return [(out.coder.digest(), inlet.coder.digest()) for out, inlet in pairs if out is not None and inlet is not None]
+
+    def traffic(self) -> dict[Kind, int]:
+        """Values sent so far, by kind."""
+        totals = dict.fromkeys(Kind, 0)
+        for hub in self._hubs:
+            for traffic in hub.traffic():
+                totals[traffic.kind] += traffic.values
+        return totals
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter by checkpoint name, a tied weight's alias included, copied."""
+        named = (pair for modules in self.modules for m in modules.values() for pair in m.named_checkpoint_parameters())
+        return {name: parameter.detach().clone() for name, parameter in named}
+
+    async def _all(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Wait for all; the first failure, of a rank or of a link, ends the rest."""
+        tasks = [asyncio.ensure_future(c) for c in coroutines]
+        try:
+            waiting = set(tasks)
+            while waiting:
+                done, _ = await asyncio.wait([*waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                waiting -= done
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ plans
+
+    def _plan(self, num_ranks: int) -> StagePlan:
+        plan = self.model.plan
+        return plan_stages(
+            [layer.cost for layer in plan.layers],
+            num_ranks,
+            tied_values=None if plan.tied is None else plan.tied.num_values,
+            hidden_values_per_step=self.config.train.batch_size * self.config.data.max_length * plan.hidden_size,
+            mode=self.config.cluster.tied_weights,
+            layers=self.config.cluster.layers,
+        )
+
+    def _addresses(self, addresses: Sequence[Address]) -> tuple[StageAddress, ...]:
+        stages = []
+        for index, (shard, rank) in enumerate(zip(self.plan.shards, self.plan.ranks, strict=True)):
+            stages.append(
+                StageAddress(
+                    stage=index,
+                    rank=rank,
+                    first_layer=shard.first_layer,
+                    end_layer=shard.end_layer,
+                    worker=f"worker-{rank}",
+                    data_address=addresses[rank],
+                    needs_input_gradient=self._trains_before(shard),
+                )
+            )
+        return tuple(stages)
+
+    def _trains_before(self, shard: Shard) -> bool:
+        return any(p.trainable and p.layer < shard.first_layer for p in self.model.plan.parameters)
+
+    def _assignment(self, rank: int, stages: tuple[StageAddress, ...]) -> Assignment:
+        return Assignment(
+            run=_RUN,
+            epoch=_EPOCH,
+            replica=0,
+            rank=rank,
+            stages=stages,
+            tied=self.plan.tied,
+            config=msgspec.to_builtins(self.config),
+            model_config=self.model.config,
+            random_weights=self._weights is None,
+            tensors=(),
+            model_hash=self.model.hash,
+            num_threads=1,
+        )
+
+    def _step_plan(self, microbatches: Microbatches, learning_rate: float) -> tuple[StepPlan, list[memoryview]]:
+        self._step += 1
+        refs, buffers = _refs_and_buffers(microbatches)
+        plan = StepPlan(
+            epoch=_EPOCH,
+            step=self._step,
+            learning_rate=learning_rate,
+            num_targets=_num_targets(microbatches),
+            microbatches=refs,
+            has_input_ids=True,
+            has_labels=True,
+            buffer_nbytes=tuple(map(len, buffers)),
+        )
+        return plan, buffers
+
+
+def _refs_and_buffers(microbatches: Microbatches) -> tuple[tuple[tuple[SampleRef, ...], ...], list[memoryview]]:
+    refs = tuple(tuple(SampleRef(s.sample_id, len(s.input_ids)) for s in samples) for samples in microbatches)
+    samples = [s for samples in microbatches for s in samples]
+    columns = ([s.input_ids for s in samples], [s.labels for s in samples])
+    return refs, [memoryview(np.concatenate([np.asarray(x, "<i4") for x in c]).tobytes()) for c in columns]
+
+
+def _num_targets(microbatches: Microbatches) -> int:
+    return max(1, sum(label != -100 for samples in microbatches for s in samples for label in s.labels[1:]))

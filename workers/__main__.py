@@ -1,0 +1,40 @@
+"""`python -m workers`: one worker process. Knows its arguments; heavy modules are imported once they are parsed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, and say in one line what went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m workers", description="Hold some layers of a model and train them.")
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--bind", default="0.0.0.0:0", metavar="HOST:PORT", help="data port that neighbours dial")
+    parser.add_argument("--advertise", metavar="HOST[:PORT]", help="what neighbours dial, if it is not the bound address")
+    parser.add_argument("--model", metavar="FOLDER", help="read weights from here instead of getting them sent")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads; 0: as many as there are cores")
+    options = parser.parse_args(arguments)
+
+    from pipecomp.errors import PipecompError
+    from workers.service import WorkerOptions, default_name, run_worker
+
+    try:
+        return run_worker(
+            WorkerOptions(
+                coordinator=options.coordinator,
+                name=options.name or default_name(),
+                bind=options.bind,
+                advertise=options.advertise,
+                model_folder=options.model,
+                num_threads=options.threads,
+            )
+        )
+    except PipecompError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

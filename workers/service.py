@@ -1,0 +1,343 @@
+"""The worker's only awaits: sockets, tasks and the effects its state machine asks for. Knows every layer; decides nothing.
+
+    control socket --receive--> events --> state.handle --> effects --> tasks, control socket
+    compute thread, codec threads, data links: behind the pipeline of the assignment
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from pipecomp import __version__
+from pipecomp.errors import (
+    AddressError,
+    CoordinatorLost,
+    PeerLost,
+    PipecompError,
+    TransportError,
+)
+from pipecomp.protocol import messages as m
+from pipecomp.protocol import wire
+from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session
+from pipecomp.runtime.memory import peak_memory_nbytes
+from pipecomp.transport.base import Address, Connection, Transport
+from workers import events as e
+from workers.job import AssignedWork
+from workers.state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+_DIAL_S = 60.0
+_DIAL_ONCE_S = 5.0
+_TICK_S = 0.1
+_LAST_WORDS_S = 1.0
+_EVERY_INTERFACE = ("0.0.0.0", "[::]", "*")  # noqa: S104 - compared, never bound
+
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told by its own user."""
+
+    coordinator: str  # HOST:PORT
+    name: str = ""  # default: host name and process id
+    bind: str = "0.0.0.0:0"
+    advertise: str | None = None  # HOST or HOST:PORT that neighbours dial; default: the address that reaches the coordinator
+    model_folder: str | None = None
+    num_threads: int = 0
+    device: str = "cpu"
+
+
+class WorkerService:
+    """Runs one worker to its end."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        *,
+        control: Transport,
+        work: AssignedWork,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.state = WorkerState(options.name)
+        self._control = control
+        self._work = work
+        self._clock = clock
+        self._events: asyncio.Queue[e.Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._step_task: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        self._session: Session | None = None
+        self._finish: e.Finish | None = None
+
+    async def run(self) -> e.Finish:
+        """Join, work, leave; how it ended."""
+        try:
+            self._connection = await self._dial()
+            self._session = Session(interval_s=1.0, timeout_s=30.0, now=self._clock())
+            data_address = await self._work.listen()
+            await self._send(self._join(data_address))
+            self._spawn(self._receive(), "receive")
+            self._spawn(self._keep_alive(), "heartbeats")
+            while self._finish is None:
+                await self._handle(await self._events.get())
+            return self._finish
+        finally:
+            await self._close()
+
+    def leave(self, reason: str) -> None:
+        """Called by a signal."""
+        self._events.put_nowait(e.LeaveRequested(reason=reason))
+
+    # ------------------------------------------------------------ events
+
+    async def _handle(self, event: e.Event) -> None:
+        try:
+            effects = self.state.handle(event, now=self._clock())
+        except PipecompError as error:
+            effects = self.state.handle(e.WorkFailed(activity=self._work.activity.text, reason=str(error)), now=self._clock())
+        if isinstance(event, e.MessageReceived) and isinstance(event.message, m.Welcome):
+            self._welcomed(event.message)
+        for effect in effects:
+            await self._perform(effect)
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        self._session = Session(
+            interval_s=welcome.heartbeat_interval_s, timeout_s=welcome.heartbeat_timeout_s, now=self._clock()
+        )
+        logger.info("%s joined run %s", welcome.worker, welcome.run)
+
+    async def _perform(self, effect: e.Effect) -> None:
+        work = self._work
+        match effect:
+            case e.Send(message=message):
+                await self._send(message)
+            case e.Load(assignment=assignment):
+                assert self.state.welcome is not None
+                self._start(work.load(assignment, self._weights_address(self.state.welcome)), "load")
+                self._watch()
+            case e.RunStep(plan=plan, buffers=buffers):
+                self._step_task = self._start(work.run_step(plan, buffers), f"step {plan.step}")
+            case e.ApplyCommit(commit=commit, learning_rate=learning_rate):
+                self._start(work.commit(commit, learning_rate), f"commit {commit.step}")
+            case e.ApplyAbort(step=step):
+                self._start(self._abort(step), f"abort {step}")
+            case e.RunEvaluation(plan=plan, buffers=buffers):
+                self._start(work.evaluate(plan, buffers), f"evaluation {plan.evaluation}")
+            case e.UploadWeights():
+                self._start(work.upload(), "send weights")
+            case e.Finish():
+                self._finish = effect
+
+    async def _abort(self, step: int) -> e.Event:
+        if self._step_task is not None:
+            self._step_task.cancel()
+            await asyncio.gather(self._step_task, return_exceptions=True)
+        return await self._work.abort(step)
+
+    # ------------------------------------------------------------ tasks
+
+    def _start(self, work: Coroutine[Any, Any, e.Event], name: str) -> asyncio.Task[None]:
+        """Run one piece of work; its result, or its failure, becomes an event."""
+        return self._spawn(self._report(work), name)
+
+    async def _report(self, work: Coroutine[Any, Any, e.Event]) -> None:
+        self._events.put_nowait(await work)
+
+    def _watch(self) -> None:
+        self._spawn(self._report(self._work.failed()), "links")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._events.put_nowait(failure_event(error, self._work.activity.text))
+        if not isinstance(error, PipecompError):
+            logger.error("%s failed", task.get_name(), exc_info=error)
+
+    # ------------------------------------------------------------ the control session
+
+    async def _dial(self) -> Connection:
+        """Dial until the coordinator is there; workers may be started before it."""
+        address = Address(_with_scheme(self.options.coordinator))
+        deadline = self._clock() + _DIAL_S
+        while True:
+            try:
+                return await self._control.dial(address, timeout_s=_DIAL_ONCE_S)
+            except PeerLost as error:
+                if self._clock() >= deadline:
+                    raise CoordinatorLost(
+                        f"no coordinator answers at {self.options.coordinator} after {_DIAL_S:.0f} s ({error}). Is it running, "
+                        "is the address right, and does its firewall let this port through?"
+                    ) from error
+            await asyncio.sleep(_TICK_S)
+
+    def _join(self, data_address: Address) -> m.Join:
+        return m.Join(
+            protocol_version=m.PROTOCOL_VERSION,
+            version=__version__,
+            worker=self.options.name,
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            data_address=data_address,
+            device=self.options.device,
+            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            model_hash=self._work.model_hash,
+            tokenizer_hash=self._work.tokenizer_hash,
+        )
+
+    async def _send(self, message: m.Message) -> None:
+        assert self._connection is not None
+        try:
+            await self._connection.send(wire.encode(message))
+        except TransportError as error:
+            self._events.put_nowait(self._gone(error))
+
+    async def _receive(self) -> None:
+        assert self._connection is not None and self._session is not None
+        while True:
+            try:
+                received = wire.decode(await self._connection.receive())
+            except TransportError as error:
+                self._events.put_nowait(self._gone(error))
+                return
+            self._session.heard(self._clock())
+            self._events.put_nowait(e.MessageReceived(message=received.message, buffers=received.buffers))
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            assert self._session is not None
+            for effect in self._session.poll(self._clock()):
+                match effect:
+                    case SendHeartbeat():
+                        activity = self._work.activity
+                        await self._send(
+                            m.Heartbeat(
+                                sent_at_s=self._clock(),
+                                activity=activity.text,
+                                step=activity.step,
+                                memory_nbytes=peak_memory_nbytes(),
+                            )
+                        )
+                    case PeerSilent(silence_s=silence_s):
+                        self._events.put_nowait(self._gone(f"nothing heard for {silence_s:.1f} s"))
+
+    def _gone(self, why: object) -> e.CoordinatorGone:
+        doing = self._work.activity.text
+        return e.CoordinatorGone(reason=f"lost the coordinator at {self.options.coordinator} ({why}) during {doing}")
+
+    def _weights_address(self, welcome: m.Welcome) -> Address:
+        """The coordinator may be bound to every interface; then the host is the one dialled here."""
+        scheme, _, rest = welcome.weights_address.partition("://")
+        host, colon, port = rest.rpartition(":")
+        if host in _EVERY_INTERFACE:
+            dialled = self.options.coordinator.rpartition("://")[2].rpartition(":")[0]
+            return Address(f"{scheme}://{dialled}{colon}{port}")
+        return Address(welcome.weights_address)
+
+    async def _close(self) -> None:
+        for task in list(self._tasks):
+            task.remove_done_callback(self._ended)
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._work.close()
+        if self._connection is not None:
+            await self._connection.close(linger_s=_LAST_WORDS_S)
+        await self._control.close()
+
+
+def failure_event(error: BaseException, activity: str) -> e.Event:
+    """What an exception of a piece of work means for the state machine."""
+    from workers.job import LinkDown, StepCannotBePrepared
+
+    match error:
+        case StepCannotBePrepared():
+            return e.StepRefused(step=error.step, stage=error.stage, reason=str(error))
+        case LinkDown():
+            return e.LinkFailed(link=error.link, peer_worker=error.peer_worker, reason=str(error))
+        case PipecompError():
+            return e.WorkFailed(activity=activity, reason=str(error))
+        case MemoryError():
+            return e.WorkFailed(activity=activity, reason="out of memory")
+        case _:
+            return e.WorkFailed(activity=activity, reason=f"{type(error).__name__}: {error}")
+
+
+def _with_scheme(address: str) -> str:
+    return address if "://" in address else f"tcp://{address}"
+
+
+def default_name() -> str:
+    """Host name and process id: unique enough among two to thirty machines."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def run_worker(options: WorkerOptions) -> int:
+    """Run a worker process to its end and return its exit code; one line on stderr says why it ended.
+
+    Raises:
+        ConfigError, AddressError, CoordinatorLost: it could not even join.
+    """
+    try:
+        import uvloop
+
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    except ImportError:
+        runner = asyncio.Runner()
+    with runner:
+        finish = runner.run(_run(options))
+    if finish.exit_code:
+        sys.stderr.write(f"{options.name}: {finish.reason}\n")
+    return finish.exit_code
+
+
+async def _run(options: WorkerOptions) -> e.Finish:
+    from pipecomp.transport.zeromq import ZeroMQTransport
+
+    host, _, port = options.bind.rpartition(":")
+    if not host or not port.isdigit():
+        raise AddressError(f"--bind {options.bind}: write HOST:PORT, for example 0.0.0.0:7701 (port 0 takes a free one)")
+    work = AssignedWork(
+        name=options.name,
+        data_address=Address(f"tcp://{options.bind}"),
+        advertise=options.advertise or _source_address(options.coordinator),
+        model_folder=options.model_folder,
+        num_threads=options.num_threads,
+    )
+    service = WorkerService(options, control=ZeroMQTransport(), work=work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, service.leave, f"{options.name} was stopped by {number.name}")
+    return await service.run()
+
+
+def _source_address(coordinator: str) -> str | None:
+    """The local address from which packets to the coordinator leave; None where the route is not known yet."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            found: str = probe.getsockname()[0]
+            return f"[{found}]" if ":" in found else found
+    except (OSError, ValueError) as error:
+        raise AddressError(f"--coordinator {coordinator}: {error}. Write HOST:PORT of the running coordinator") from error
+
+
