@@ -45,35 +45,35 @@ class DataSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"data.max_length is {self.max_length}; a prediction needs at least 2 tokens")
 
 
-class TextRecord(NamedTuple):
-    line: int
-    text: str
-
-
-class PromptRecord(NamedTuple):
-    line: int
-    prompt: str
-    completion: str
-
-
-class ChatRecord(NamedTuple):
-    line: int
-    messages: list[dict[str, Any]]
-
-
-Record = TextRecord | PromptRecord | ChatRecord
-_Row = Mapping[str, Any]
-_Parse = Callable[["_Place", _Row], Record]
-
-
-class _Place(NamedTuple):
-    """Where a record stands, for error messages."""
+class Place(NamedTuple):
+    """Where a record begins; prints as error messages name it."""
 
     path: Path
     line: int
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line}"
+
+
+class TextRecord(NamedTuple):
+    place: Place
+    text: str
+
+
+class PromptRecord(NamedTuple):
+    place: Place
+    prompt: str
+    completion: str
+
+
+class ChatRecord(NamedTuple):
+    place: Place
+    messages: list[dict[str, Any]]
+
+
+Record = TextRecord | PromptRecord | ChatRecord
+_Row = Mapping[str, Any]
+_Parse = Callable[[Place, _Row], Record]
 
 
 def read_records(path: Path, settings: DataSettings) -> Iterator[Record]:
@@ -98,39 +98,39 @@ def _file_format(path: Path, settings: DataSettings) -> Literal["text", "jsonl"]
     return _SUFFIXES[path.suffix.lower()]
 
 
-def _lines(path: Path) -> Iterator[tuple[_Place, str]]:
+def _lines(path: Path) -> Iterator[tuple[Place, str]]:
     """Lines end at a newline only: JSON strings may hold the other characters that Python splits lines at."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
-                place = _Place(path, number)
+                place = Place(path, number)
                 yield place, _decode(place, raw)
     except OSError as e:
         raise ConfigError(f"cannot read the data file {path}: {e.strerror or e}; check data.train and data.eval") from e
 
 
-def _decode(place: _Place, raw: bytes) -> str:
+def _decode(place: Place, raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig" if place.line == 1 else "utf-8")
     except UnicodeDecodeError as e:
         raise ConfigError(f"{place}: byte {e.start + 1} is not valid UTF-8; save the file as UTF-8") from e
 
 
-def _documents(lines: Iterator[tuple[_Place, str]]) -> Iterator[Record]:
+def _documents(lines: Iterator[tuple[Place, str]]) -> Iterator[Record]:
     collected: list[str] = []
-    first_line = 1
+    begin: Place | None = None
     for place, line in lines:
         if line.strip():
-            first_line = first_line if collected else place.line
+            begin = begin or place
             collected.append(line)
-        elif collected:
-            yield TextRecord(first_line, "".join(collected).rstrip("\r\n"))
-            collected = []
-    if collected:
-        yield TextRecord(first_line, "".join(collected).rstrip("\r\n"))
+        elif begin is not None:
+            yield TextRecord(begin, "".join(collected).rstrip("\r\n"))
+            collected, begin = [], None
+    if begin is not None:
+        yield TextRecord(begin, "".join(collected).rstrip("\r\n"))
 
 
-def _rows(lines: Iterator[tuple[_Place, str]], settings: DataSettings) -> Iterator[Record]:
+def _rows(lines: Iterator[tuple[Place, str]], settings: DataSettings) -> Iterator[Record]:
     parse: _Parse | None = None
     for place, line in lines:
         if not line.strip():
@@ -141,7 +141,7 @@ def _rows(lines: Iterator[tuple[_Place, str]], settings: DataSettings) -> Iterat
         yield parse(place, row)
 
 
-def _parse_json(place: _Place, line: str) -> _Row:
+def _parse_json(place: Place, line: str) -> _Row:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as e:
@@ -153,11 +153,11 @@ def _parse_json(place: _Place, line: str) -> _Row:
     return row
 
 
-def _choose(place: _Place, row: _Row, settings: DataSettings) -> _Parse:
+def _choose(place: Place, row: _Row, settings: DataSettings) -> _Parse:
     """Tell the kind of a file from its first record."""
 
-    def text(place: _Place, row: _Row) -> Record:
-        return TextRecord(place.line, _text(place, row, settings.text_column))
+    def text(place: Place, row: _Row) -> Record:
+        return TextRecord(place, _text(place, row, settings.text_column))
 
     if settings.text_column in row:
         return text
@@ -168,11 +168,11 @@ def _choose(place: _Place, row: _Row, settings: DataSettings) -> _Parse:
     raise _missing(place, row, settings.text_column)
 
 
-def _prompt(place: _Place, row: _Row) -> Record:
-    return PromptRecord(place.line, _text(place, row, "prompt"), _text(place, row, "completion"))
+def _prompt(place: Place, row: _Row) -> Record:
+    return PromptRecord(place, _text(place, row, "prompt"), _text(place, row, "completion"))
 
 
-def _chat(place: _Place, row: _Row) -> Record:
+def _chat(place: Place, row: _Row) -> Record:
     messages = row.get("messages", None)
     if "messages" not in row:
         raise _missing(place, row, "messages")
@@ -184,10 +184,10 @@ def _chat(place: _Place, row: _Row) -> Record:
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise ConfigError(f"{place}: messages[{index}] must be an object whose 'role' and 'content' are strings")
-    return ChatRecord(place.line, messages)
+    return ChatRecord(place, messages)
 
 
-def _text(place: _Place, row: _Row, column: str) -> str:
+def _text(place: Place, row: _Row, column: str) -> str:
     if column not in row:
         raise _missing(place, row, column)
     value = row[column]
@@ -196,7 +196,7 @@ def _text(place: _Place, row: _Row, column: str) -> str:
     return value
 
 
-def _missing(place: _Place, row: _Row, column: str) -> ConfigError:
+def _missing(place: Place, row: _Row, column: str) -> ConfigError:
     columns = ", ".join(map(repr, row)) or "none"
     return ConfigError(
         f"{place}: no column {column!r}; the columns there are: {columns}. Set data.text_column to the one that holds the text, "

@@ -79,12 +79,14 @@ def _chat(record: ChatRecord, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     template = tokenizer.chat_template
     if not template:
         raise ConfigError(
-            "the data file holds 'messages', but the tokenizer has no chat template; set data.tokenizer to one that has "
-            "(usually the '-Instruct' variant of the model), add a chat_template to its tokenizer_config.json, or write "
+            f"{record.place}: the record holds 'messages', but the tokenizer has no chat template; set data.tokenizer to one "
+            "that has (usually the '-Instruct' variant of the model), add a chat_template to its tokenizer_config.json, or write "
             "the conversations out in a text column"
         )
     if not tokenizer.is_fast:
-        raise ConfigError("the data file holds 'messages', which needs a fast tokenizer (a folder with tokenizer.json)")
+        raise ConfigError(
+            f"{record.place}: the record holds 'messages', which needs a fast tokenizer (a folder with tokenizer.json)"
+        )
     if isinstance(template, str) and "{% generation" in template.replace("{%-", "{%"):
         return _marked_chat(record, tokenizer)
     text = _render(record, record.messages, tokenizer)
@@ -111,7 +113,7 @@ def _assistant_spans(record: ChatRecord, text: str, tokenizer: PreTrainedTokeniz
         start = _turn_start(record, index, text, tokenizer)
         if start is None or not text.startswith(until):
             raise ConfigError(
-                f"line {record.line}: the chat template renders earlier turns differently once later ones follow, so the "
+                f"{record.place}: the chat template renders earlier turns differently once later ones follow, so the "
                 "assistant's tokens cannot be told apart; mark them with {% generation %} in the template, or write the "
                 "conversations out in a text column"
             )
@@ -146,4 +148,4 @@ def _apply(
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as e:  # a template is a program of the model's author and may raise anything
-        raise ConfigError(f"line {record.line}: the tokenizer's chat template refuses this conversation: {e}") from e
+        raise ConfigError(f"{record.place}: the tokenizer's chat template refuses this conversation: {e}") from e
