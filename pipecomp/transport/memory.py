@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -194,20 +195,20 @@ class MemoryTransport(Transport):
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
-        self._made: list[Connection | Listener] = []
+        self._made: weakref.WeakSet[Connection | Listener] = weakref.WeakSet()
 
     async def listen(self, address: Address) -> Listener:
         listener = MemoryListener(self._network, address)
-        self._made.append(listener)
+        self._made.add(listener)
         return listener
 
     async def dial(self, address: Address, *, timeout_s: float) -> Connection:
         connection = await self._network.connect(address, timeout_s)
-        self._made.append(connection)
+        self._made.add(connection)
         return connection
 
     async def close(self) -> None:
-        for made in self._made:
+        for made in list(self._made):
             await made.close()
         self._made.clear()
 

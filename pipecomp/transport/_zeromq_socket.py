@@ -1,0 +1,71 @@
+"""One ZeroMQ socket in an asyncio loop. Knows when a socket can be read; knows no addresses and no connections.
+
+pyzmq's own asyncio sockets lose a message whose `recv` is cancelled at the wrong moment, and ZeroMQ's file descriptor tells
+of readiness by edges that any call on the socket may use up. So: the socket is read to the end whenever its descriptor wakes
+*and* after each of our own calls, messages go to a callback at once, and nobody awaits a receive on the socket itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from pipecomp.transport.base import Frame
+
+_AT_ONCE = 64
+"""Messages read in one turn of the loop, so that a flood from one socket does not hold up the others."""
+
+
+class SocketPump:
+    """Reads a socket into `on_message` for as long as it is open."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None], on_idle: Callable[[], None]
+    ) -> None:
+        """`on_idle` is called whenever the socket was found empty."""
+        self._socket = socket
+        self._on_message = on_message
+        self._on_idle = on_idle
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._scheduled = False
+        self._open = True
+        self._loop.add_reader(self._descriptor, self.read)
+        self.read_soon()
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Queue one message without waiting. Raises zmq.ZMQError (EAGAIN, EHOSTUNREACH)."""
+        self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        self.read_soon()
+
+    def read_soon(self) -> None:
+        """Look again in the loop's next turn: what was just done may have used up the descriptor's edge."""
+        if not self._scheduled and self._open:
+            self._scheduled = True
+            self._loop.call_soon(self._read_scheduled)
+
+    def read(self) -> None:
+        """Hand over what is there, up to a bound; the rest in the loop's next turn."""
+        for _ in range(_AT_ONCE):
+            if not self._open:
+                return
+            try:
+                message = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._on_idle()
+                return
+            self._on_message(message)
+        self.read_soon()
+
+    def close(self, linger_s: float) -> None:
+        """Close the socket; what is queued gets `linger_s` to leave, in ZeroMQ's own thread."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close(linger=round(1000 * linger_s))
+
+    def _read_scheduled(self) -> None:
+        self._scheduled = False
+        self.read()
