@@ -86,6 +86,13 @@ class WorkFailed(NamedTuple):
     reason: str
 
 
+class WeightsLinkFailed(NamedTuple):
+    """A worker's weights link broke, or broke the rules."""
+
+    worker: str
+    reason: str
+
+
 class StopRequested(NamedTuple):
     """The person asked to stop: after the step and with the model saved, or (`urgent`) at once."""
 
@@ -104,6 +111,7 @@ Event = (
     | StageStored
     | ModelSaved
     | WorkFailed
+    | WeightsLinkFailed
     | StopRequested
     | Tick
 )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from coordinator.events import Peer, RunTerms, StageSplit
 from pipecomp.protocol.messages import PROTOCOL_VERSION, Join
+from pipecomp.protocol.session import Session
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -14,15 +15,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Member:
     """One worker that was let in. `Roster` and the state machine change it, nobody else."""
 
-    __slots__ = ("activity", "heard_at", "join", "left", "peer", "rank", "stages")
+    __slots__ = ("activity", "join", "left", "peer", "rank", "session", "stages")
 
-    def __init__(self, peer: Peer, join: Join, now: float) -> None:
+    def __init__(self, peer: Peer, join: Join, session: Session) -> None:
         self.peer = peer
         self.join = join
+        self.session = session
         self.rank = -1
         self.stages: tuple[StageSplit, ...] = ()
         self.activity = "waiting for the other workers"
-        self.heard_at = now
         self.left = False
 
     @property
@@ -119,10 +120,8 @@ class Roster:
             )
         return ""
 
-    def admit(self, peer: Peer, join: Join, now: float) -> Member:
-        member = Member(peer, join, now)
-        self._members[peer] = member
-        return member
+    def admit(self, peer: Peer, join: Join, session: Session) -> None:
+        self._members[peer] = Member(peer, join, session)
 
     def rank(self, terms: RunTerms) -> None:
         """Give ranks by name, `worker-10` after `worker-9`, so that they do not depend on who joined first."""

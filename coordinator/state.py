@@ -25,6 +25,7 @@ from coordinator.training import Training
 from pipecomp.config import RunConfig
 from pipecomp.errors import LocalProtocolError, RemoteProtocolError
 from pipecomp.protocol import messages as m
+from pipecomp.protocol.session import PeerSilent, Session
 
 ASSIGNMENT_EPOCH = 1
 GOODBYE_TIMEOUT_S = 5.0
@@ -97,6 +98,8 @@ class CoordinatorState:
                 self._on_stored(event, now)
             case e.WorkFailed(reason):
                 self._fail(reason)
+            case e.WeightsLinkFailed(worker, reason):
+                self._on_weights_link_failed(worker, reason, now)
             case e.StopRequested(urgent):
                 self._on_stop(urgent, now)
             case e.Tick():
@@ -124,13 +127,14 @@ class CoordinatorState:
             self._effects += [Send(peer, m.Refused(worker=join.worker, reason=objection)), e.Disconnect(peer)]
             self._log(e.WorkerTurnedAway(join.worker, objection))
             return
-        self._roster.admit(peer, join, now)
+        cluster = self._config.cluster
+        self._roster.admit(peer, join, Session(cluster.heartbeat_interval_s, cluster.heartbeat_timeout_s, now))
         welcome = m.Welcome(
             run=self._identity.run,
             worker=join.worker,
             weights_address=self._identity.weights_address,
-            heartbeat_interval_s=self._config.cluster.heartbeat_interval_s,
-            heartbeat_timeout_s=self._config.cluster.heartbeat_timeout_s,
+            heartbeat_interval_s=cluster.heartbeat_interval_s,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
         )
         self._effects.append(Send(peer, welcome))
         self._log(e.WorkerJoined(join.worker, join.host, len(self._roster), self._roster.num_workers))
@@ -173,10 +177,12 @@ class CoordinatorState:
         if member is None:
             if isinstance(message, m.Join) and peer not in self._early:
                 self._on_join(peer, message, now)
-            elif not isinstance(message, m.Heartbeat | m.Goodbye):
+            elif isinstance(message, m.Heartbeat):
+                self._effects.append(Send(peer, m.HeartbeatReply(sent_at_s=message.sent_at_s)))
+            else:
                 self._effects.append(e.Disconnect(peer))
             return
-        member.heard_at = now
+        member.session.heard(now)
         try:
             self._expect_epoch(message)
             self._dispatch(member, message, now)
@@ -355,6 +361,11 @@ class CoordinatorState:
         reason = f"{member.name} cannot reach it over link {message.link}: {message.reason}"
         self._accuse(peer, reason, Evidence.RUMOUR, now)
 
+    def _on_weights_link_failed(self, worker: str, reason: str, now: float) -> None:
+        member = self._roster.named(worker)
+        if member is not None and not member.left and self.phase is not Phase.STOPPING:
+            self._accuse(member, reason, Evidence.GONE, now)
+
     def _leave(self, member: Member, reason: str, evidence: Evidence, now: float) -> None:
         member.left = True
         self._accuse(member, reason, evidence, now)
@@ -374,11 +385,12 @@ class CoordinatorState:
             for member in self._roster.present:
                 member.left = True
             self._finish_if_alone()
-        timeout_s = self._config.cluster.heartbeat_timeout_s
+        if self.phase is Phase.STOPPING:
+            return
         for member in self._roster.present:
-            if now - member.heard_at > timeout_s and self.phase is not Phase.STOPPING:
-                silence = f"no heartbeat for {now - member.heard_at:.1f} s"
-                self._leave(member, silence, Evidence.CERTAIN, now)
+            for effect in member.session.poll(now):  # the coordinator answers heartbeats and sends none of its own
+                if isinstance(effect, PeerSilent):
+                    self._leave(member, f"no heartbeat for {effect.silence_s:.1f} s", Evidence.CERTAIN, now)
 
     def _check_blame(self, now: float) -> None:
         charge = self._blame.charge

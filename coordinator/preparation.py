@@ -1,0 +1,213 @@
+"""All that is read before workers are let in: model, tokenizer, data, the split. Knows files, data sets and models; no sockets.
+
+Everything here may take minutes and runs in a thread of its own, never in the event loop (law 9).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from coordinator.batches import Batches, Wanted
+from coordinator.events import RunTerms, StageSplit
+from pipecomp import registry
+from pipecomp.config import RunConfig, resolved_toml
+from pipecomp.data.loading import load_dataset
+from pipecomp.data.records import DataSettings
+from pipecomp.data.samples import Dataset
+from pipecomp.data.splitting import hold_out
+from pipecomp.data.tokenizer import load_tokenizer, tokenizer_files, tokenizer_hash
+from pipecomp.errors import ConfigError
+from pipecomp.models import open_model
+from pipecomp.models.base import Model
+from pipecomp.partition import StagePlan, plan_stages
+from pipecomp.protocol.messages import Assignment, Join, StageAddress, TensorEntry
+from pipecomp.types import Kind, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_HELD_OUT = 256
+"""Samples held out of the training file when the run file does not say how many."""
+
+
+class PreparedRun(NamedTuple):
+    """One run, read and cut."""
+
+    config: RunConfig
+    model: Model
+    stage_plan: StagePlan
+    batches: Batches
+    num_samples: int
+    num_held_out: int
+    entries: dict[str, TensorEntry]  # of every checkpoint tensor; empty with random weights
+    tokenizer_files: dict[str, bytes]
+    terms: RunTerms
+
+    def wanted(self, rank: int) -> Wanted:
+        """Which token buffers the worker of `rank` needs."""
+        ranks = self.stage_plan.ranks
+        return Wanted(input_ids=ranks[0] == rank, labels=ranks[-1] == rank)
+
+    def assignment(self, run: str, epoch: int, rank: int, joins: Sequence[Join], num_threads: int) -> Assignment:
+        """What the worker of `rank` holds; `joins` by rank."""
+        tensors = tuple(self.entries[name] for name in self._names(rank)) if self.entries else ()
+        return Assignment(
+            run=run,
+            epoch=epoch,
+            replica=0,
+            rank=rank,
+            stages=self._addresses(joins),
+            tied=self.stage_plan.tied,
+            config=msgspec.to_builtins(self.config),
+            model_config=dict(self.model.config),
+            random_weights=self.model.weights is None,
+            tensors=tensors,
+            model_hash=self.model.hash,
+            num_threads=num_threads,
+        )
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that the worker of `rank` may send back; a tied weight's alias is none of them."""
+        shards = [shard for shard, holder in zip(self.stage_plan.shards, self.stage_plan.ranks, strict=True) if holder == rank]
+        return {
+            p.name: p.shape
+            for p in self.model.plan.parameters
+            if any(shard.first_layer <= p.layer < shard.end_layer for shard in shards)
+        }
+
+    def _names(self, rank: int) -> list[str]:
+        shards = [shard for shard, holder in zip(self.stage_plan.shards, self.stage_plan.ranks, strict=True) if holder == rank]
+        return list(dict.fromkeys(name for shard in shards for name in self.model.checkpoint_names(shard)))
+
+    def _addresses(self, joins: Sequence[Join]) -> tuple[StageAddress, ...]:
+        first_trainable = min((p.layer for p in self.model.plan.parameters if p.trainable), default=len(self.model.plan.layers))
+        return tuple(
+            StageAddress(
+                stage=stage,
+                rank=rank,
+                first_layer=shard.first_layer,
+                end_layer=shard.end_layer,
+                worker=joins[rank].worker,
+                data_address=joins[rank].data_address,
+                needs_input_gradient=first_trainable < shard.first_layer,
+            )
+            for stage, (shard, rank) in enumerate(zip(self.stage_plan.shards, self.stage_plan.ranks, strict=True))
+        )
+
+
+def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
+    """Read everything.
+
+    Raises:
+        ConfigError: the run file names something that cannot be used.
+    """
+    model = open_model(config.model)
+    tokenizer = load_tokenizer(config.data.tokenizer or config.model.name, config.model.revision)
+    if len(tokenizer) > model.plan.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {model.plan.vocab_size}: "
+            "set data.tokenizer to the model's own"
+        )
+    if config.data.max_length > model.plan.max_positions:
+        raise ConfigError(
+            f"data.max_length = {config.data.max_length} is more than the {model.plan.max_positions} positions of the model"
+        )
+    train, held_out = _read_data(config, tokenizer, cache_folder)
+    batches = Batches(train, held_out, config.train)
+    stage_plan = _split(config, model, train)
+    terms = RunTerms(
+        config_hash=xxhash.xxh3_64_hexdigest(resolved_toml(config).encode()),
+        model_hash=model.hash,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        stages=tuple(
+            StageSplit(stage, rank, shard.first_layer, shard.end_layer)
+            for stage, (shard, rank) in enumerate(zip(stage_plan.shards, stage_plan.ranks, strict=True))
+        ),
+        steps_per_epoch=batches.steps_per_epoch,
+        total_steps=batches.total_steps,
+        batch_size=batches.size,
+        evaluation_sizes=batches.evaluation_sizes,
+    )
+    return PreparedRun(
+        config,
+        model,
+        stage_plan,
+        batches,
+        len(train),
+        len(held_out) if held_out is not None else 0,
+        _entries(model),
+        tokenizer_files(tokenizer),
+        terms,
+    )
+
+
+def _read_data(config: RunConfig, tokenizer: Any, cache_folder: Path | None) -> tuple[Dataset, Dataset | None]:  # noqa: ANN401
+    data = config.data
+    settings = DataSettings(
+        format=data.format, text_column=data.text_column, max_length=data.max_length, packing=data.packing
+    )
+    train = load_dataset(Path(data.train), tokenizer, settings, cache_folder=cache_folder)
+    if data.eval is not None:
+        held_out: Dataset | None = load_dataset(Path(data.eval), tokenizer, settings, cache_folder=cache_folder)
+        if held_out is not None and data.max_eval_samples is not None:
+            held_out = held_out[: data.max_eval_samples]
+    else:
+        default = min(MAX_HELD_OUT, max(1, len(train) // 20)) if len(train) > 1 else 0
+        size = default if data.max_eval_samples is None else data.max_eval_samples
+        train, held_out = hold_out(train, size, config.train.seed) if size else (train, None)
+    if data.max_train_samples is not None:
+        train = train[: data.max_train_samples]
+    return train, held_out if held_out is not None and len(held_out) else None
+
+
+def _split(config: RunConfig, model: Model, train: Dataset) -> StagePlan:
+    plan, tied = model.plan, model.plan.tied
+    trainable = {p.name for p in plan.parameters if p.trainable}
+    mean_length = train.num_tokens / len(train)
+    batch_size = min(config.train.batch_size, len(train))
+    rows = max(1, round(mean_length))
+    return plan_stages(
+        [layer.cost for layer in plan.layers],
+        config.cluster.num_stages,
+        tied_values=tied.num_values if tied is not None and tied.name in trainable else None,
+        hidden_values_per_step=round(batch_size * mean_length) * plan.hidden_size,
+        mode=config.cluster.tied_weights,
+        layers=config.cluster.layers,
+        tied_bits=_bits(config, Kind.TIED, TensorSpec(1, 1 << 16)),
+        hidden_bits=(
+            _bits(config, Kind.FORWARD, TensorSpec(rows, plan.hidden_size)),
+            _bits(config, Kind.BACKWARD, TensorSpec(rows, plan.hidden_size)),
+        ),
+    )
+
+
+def _bits(config: RunConfig, kind: Kind, spec: TensorSpec) -> float:
+    """Bits a value that a run's codec for `kind` takes; also the first to refuse options that no codec knows."""
+    options = dict(getattr(config.compression, kind.value))
+    codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
+    return float(8 * codec.encoded_nbytes(spec, first_visit=False) / spec.num_values)
+
+
+def _entries(model: Model) -> dict[str, TensorEntry]:
+    """What the coordinator can send of the checkpoint; reads every tensor once, for its hash."""
+    reader = model.weights
+    if reader is None:
+        return {}
+    missing = [p.name for p in model.plan.parameters if p.name not in reader]
+    if missing:
+        raise ConfigError(f"the weights lack {', '.join(missing[:5])} ({len(missing)} tensors); is the model folder whole?")
+    entries = {}
+    for parameter in model.plan.parameters:
+        found = reader.entry(parameter.name)
+        entries[parameter.name] = TensorEntry(
+            name=parameter.name,
+            dtype=found.dtype,
+            shape=found.shape,
+            nbytes=found.nbytes,
+            content_hash=f"{reader.digest(parameter.name):016x}",
+        )
+    return entries

@@ -1,0 +1,58 @@
+"""The split of a model over workers, as a table for people. Pure text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.preparation import PreparedRun
+from coordinator.summary import format_grid
+from pipecomp.protocol.messages import Join
+
+_TIED = {
+    "none": "",
+    "local": "embedding and head share a weight; both are on the first worker",
+    "exchange": "embedding and head share a weight; its gradients are exchanged every step (kind tied)",
+}
+
+
+def describe_split(run: PreparedRun, joins: Sequence[Join]) -> str:
+    """One row a worker: host, layers, parameters; `joins` by rank."""
+    rows = [["worker", "host", "stages", "layers", "parameters", "trained"]]
+    for rank, join in enumerate(joins):
+        held = [
+            (stage, shard)
+            for stage, (shard, holder) in enumerate(zip(run.stage_plan.shards, run.stage_plan.ranks, strict=True))
+            if holder == rank
+        ]
+        layers = [layer for _, shard in held for layer in range(shard.first_layer, shard.end_layer)]
+        plan = run.model.plan
+        total = sum(plan.layers[layer].num_parameters for layer in layers)
+        trained = sum(_count(p.shape) for p in plan.parameters if p.layer in layers and p.trainable)
+        rows.append(
+            [
+                join.worker,
+                join.host,
+                ", ".join(str(stage) for stage, _ in held),
+                ", ".join(f"{shard.first_layer}-{shard.end_layer - 1}" for _, shard in held),
+                f"{total:,}",
+                f"{trained:,}",
+            ]
+        )
+    lines = [format_grid(rows, align="<<<<>>"), _TIED[run.stage_plan.tied], _describe_run(run)]
+    return "\n".join(line for line in lines if line)
+
+
+def _describe_run(run: PreparedRun) -> str:
+    plan = run.model.plan
+    millions = sum(_count(p.shape) for p in plan.parameters) / 1e6
+    return (
+        f"{plan.family}, {len(plan.layers)} layers, {millions:.1f} M parameters; {run.num_samples} samples to train on, "
+        f"{run.num_held_out} held out; {run.terms.total_steps} steps, {run.terms.steps_per_epoch} an epoch"
+    )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,149 @@
+"""The command line: `pipecomp launch | coordinator | worker | bench`. Knows options; heavy modules are imported on use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from pipecomp.errors import PipecompError
+
+app = typer.Typer(
+    name="pipecomp",
+    help="Fine-tune language models over machines joined by slow networks.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(
+    name="bench", help="Measure the parts of pipecomp.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+app.add_typer(bench)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the run file; may be repeated.")
+]
+Summary = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as one JSON object.")]
+Log = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step log here, one JSON object a line.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False) -> None:
+    if version:
+        from pipecomp import __version__
+
+        print(f"pipecomp {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def launch(
+    run: RunFile, overrides: Overrides = None, summary: Summary = None, log: Log = None, quiet: Quiet = False
+) -> None:
+    """Train on this machine: a coordinator and all workers as local processes."""
+    from pipecomp.config import load_run_config
+
+    config = load_run_config(run, overrides or ())
+    from pipecomp.launching import launch_run
+
+    _leave(launch_run(config, summary=_text(summary), log=_text(log), quiet=quiet))
+
+
+@app.command()
+def coordinator(
+    run: RunFile,
+    bind: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where workers join; weights take the next port.")
+    ] = "0.0.0.0:7700",
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST", help="What workers dial for weights, if it is not the bound host.")
+    ] = None,
+    overrides: Overrides = None,
+    summary: Summary = None,
+    log: Log = None,
+    quiet: Quiet = False,
+) -> None:
+    """Lead a run whose workers are on other machines."""
+    from pipecomp.config import load_run_config
+
+    config = load_run_config(run, overrides or ())
+    from coordinator.process import CoordinatorOptions, run_coordinator
+
+    options = CoordinatorOptions(
+        config=config, bind=bind, advertise=advertise, summary=_text(summary), log=_text(log), quiet=quiet
+    )
+    _leave(run_coordinator(options))
+
+
+@app.command()
+def worker(
+    coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the coordinator listens.")],
+    name: Annotated[
+        str | None, typer.Option(help="Unique in the run; ranks go by name. Default: host name and process id.")
+    ] = None,
+    bind: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Data port that neighbours dial; port 0 takes a free one.")
+    ] = "0.0.0.0:0",
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="What neighbours dial, if it is not the bound address.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Read weights from this folder instead of getting them sent.")
+    ] = None,
+    threads: Annotated[int, typer.Option(metavar="N", min=0, help="Torch threads; 0 leaves it to torch.")] = 0,
+    device: Annotated[str, typer.Option(metavar="cpu|auto", help="Where to compute.")] = "cpu",
+) -> None:
+    """Hold some of a model's layers and train them."""
+    if device not in ("cpu", "auto"):
+        raise typer.BadParameter(f"{device!r} is not supported; allowed: cpu, auto", param_hint="--device")
+    from workers.service import WorkerOptions, default_name, run_worker
+
+    options = WorkerOptions(
+        coordinator=coordinator,
+        name=name or default_name(),
+        bind=bind,
+        advertise=advertise,
+        model_folder=_text(model),
+        num_threads=threads,
+        device=device,
+    )
+    _leave(run_worker(options))
+
+
+@bench.command()
+def kernels(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
+    """Encoding and decoding speed on one thread, against copying and against torch."""
+    from pipecomp.codecs import bench_kernels
+
+    bench_kernels.run(json=json)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command; a user's mistake is one line on stderr, unless PIPECOMP_DEBUG=1 asks for the traceback."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="pipecomp")
+    except PipecompError as error:
+        if os.environ.get("PIPECOMP_DEBUG") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        _leave(1)
+    raise AssertionError("a command returns by SystemExit")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """Without waiting for threads: one that reads a file or a socket would keep the process alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

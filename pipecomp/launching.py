@@ -1,0 +1,294 @@
+"""A whole cluster as local processes: one coordinator, all workers. Knows processes and pipes; nothing of training.
+
+    launch ── imports torch and transformers once, then forks; it computes nothing and holds no sockets
+      ├── coordinator   tells its address through a pipe, hears through another which worker process ended
+      ├── worker-0 ...  each one in a process group of its own, so that Ctrl-C reaches launch alone
+
+Nothing outlives launch: a child dies with it by the kernel's parent-death signal (Linux) and, everywhere, by a pipe whose
+end of file a thread of the child waits for. Memory is copied by the fork, so arguments need no pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+from pipecomp.config import RunConfig
+from pipecomp.errors import PipecompError, WorkerFailed
+
+PRELOADED = (
+    "torch",
+    "transformers",
+    "transformers.masking_utils",
+    "transformers.loss.loss_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "safetensors.torch",
+    "tokenizers",
+    "zmq.asyncio",
+    "uvloop",
+    "pipecomp.native.ops",
+    "pipecomp.transport.zeromq",
+    "pipecomp.models._sources",
+    "pipecomp.runtime.assembly",
+    "coordinator.process",
+    "workers.service",
+)
+"""What the children import anyway. Only imported: no operation, context or thread may exist before a fork."""
+
+LEAVE_S = 5.0
+"""How long workers get to leave after the coordinator has ended."""
+_PR_SET_PDEATHSIG = 1
+
+
+class _Child(NamedTuple):
+    name: str
+    process_id: int
+
+
+def launch_run(config: RunConfig, *, summary: str | None, log: str | None, quiet: bool) -> int:
+    """Run everything to its end and return the exit code."""
+    preload(config)
+    return Launch(config, summary=summary, log=log, quiet=quiet).run()
+
+
+def preload(config: RunConfig) -> None:
+    """Import once what every child needs; forked children share its memory."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's BLAS would start its threads here, before the forks
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    model_type = (config.model.config or {}).get("model_type")
+    family = [f"transformers.models.{model_type}.modeling_{model_type}"] if model_type else []
+    for name in (*PRELOADED, *family):
+        with contextlib.suppress(ImportError):  # whoever needs it will say so
+            importlib.import_module(name)
+
+
+class Launch:
+    """One coordinator and its workers."""
+
+    def __init__(self, config: RunConfig, *, summary: str | None, log: str | None, quiet: bool) -> None:
+        self._config = config
+        self._summary = summary
+        self._log = log
+        self._quiet = quiet
+        self._num_workers = config.cluster.num_stages * config.cluster.num_replicas
+        self._coordinator: _Child | None = None
+        self._workers: dict[int, str] = {}
+        self._lifeline = os.pipe()  # nobody writes; its end of file is launch's death
+        self._announce = os.pipe()
+        self._deaths = os.pipe()
+        self._signals: list[int] = []
+        self._wake = os.pipe()
+
+    def run(self) -> int:
+        """Fork, watch, forward signals, reap. Returns the coordinator's exit code."""
+        self._catch_signals()
+        try:
+            self._coordinator = _Child("coordinator", self._fork(self._run_coordinator))
+            os.close(self._announce[1])
+            os.close(self._deaths[0])
+            return self._watch()
+        finally:
+            self._end_workers(0.0)
+            if self._coordinator is not None:
+                _kill(self._coordinator.process_id)
+
+    # ------------------------------------------------------------ children
+
+    def _run_coordinator(self) -> int:
+        from coordinator.process import CoordinatorOptions, LaunchPipes, run_coordinator
+
+        os.close(self._announce[0])
+        os.close(self._deaths[1])
+        options = CoordinatorOptions(
+            config=self._config,
+            summary=self._summary,
+            log=self._log,
+            quiet=self._quiet,
+            num_worker_threads=max(1, _num_cores() // self._num_workers),
+        )
+        return run_coordinator(options, LaunchPipes(announce=self._announce[1], deaths=self._deaths[0]))
+
+    def _run_worker(self, name: str, coordinator: str) -> int:
+        from workers.service import WorkerOptions, run_worker
+
+        os.close(self._announce[0])
+        os.close(self._deaths[1])
+        threads = max(1, _num_cores() // self._num_workers)
+        return run_worker(WorkerOptions(coordinator=coordinator, name=name, bind="127.0.0.1:0", num_threads=threads))
+
+    def _fork(self, body: Callable[[], int]) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        process_id = os.fork()
+        if process_id == 0:
+            self._become_child(parent, body)
+        with contextlib.suppress(OSError):  # the child does it too; whoever is first
+            os.setpgid(process_id, process_id)
+        return process_id
+
+    def _become_child(self, parent: int, body: Callable[[], int]) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            for end in (self._lifeline[1], *self._wake):
+                os.close(end)
+            _die_with(parent, self._lifeline[0])
+            code = body()
+        except PipecompError as error:
+            sys.stderr.write(f"error: {error}\n")
+        except BaseException:  # noqa: BLE001 - the last frame of a process
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    # ------------------------------------------------------------ watching
+
+    def _watch(self) -> int:
+        assert self._coordinator is not None
+        announced = bytearray()
+        while True:
+            sources = [self._wake[0]] + ([] if self._workers else [self._announce[0]])
+            ready, _, _ = select.select(sources, [], [], 0.5)
+            if self._wake[0] in ready:
+                os.read(self._wake[0], 4096)
+            if self._announce[0] in ready:
+                announced += os.read(self._announce[0], 4096)
+                if b"\n" in announced:
+                    self._start_workers(json.loads(announced)["address"])
+            self._forward_signals()
+            status = self._reap()
+            if status is not None:
+                return self._conclude(status)
+
+    def _start_workers(self, address: str) -> None:
+        coordinator = address.removeprefix("tcp://")
+        for index in range(self._num_workers):
+            name = f"worker-{index}"
+            self._workers[self._fork(lambda name=name: self._run_worker(name, coordinator))] = name  # type: ignore[misc]
+
+    def _reap(self) -> int | None:
+        """Tell the coordinator of workers that ended; the coordinator's own wait status once it has."""
+        assert self._coordinator is not None
+        while True:
+            try:
+                process_id, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return 1
+            if process_id == 0:
+                return None
+            if process_id == self._coordinator.process_id:
+                self._coordinator = None
+                return status
+            worker = self._workers.pop(process_id, None)
+            if worker is not None:
+                self._report_death(worker, status)
+
+    def _report_death(self, worker: str, status: int) -> None:
+        death = {"worker": worker, "description": describe_status(status), "by_signal": os.WIFSIGNALED(status)}
+        with contextlib.suppress(OSError):  # the coordinator is gone too
+            os.write(self._deaths[1], json.dumps(death).encode() + b"\n")
+
+    def _conclude(self, status: int) -> int:
+        if os.WIFSIGNALED(status):
+            self._end_workers(0.0)
+            if self._signals_seen and os.WTERMSIG(status) in (signal.SIGINT, signal.SIGTERM):
+                return 130
+            raise WorkerFailed(f"the coordinator was {describe_status(status)}; its workers were ended, nothing was saved")
+        code = os.waitstatus_to_exitcode(status)
+        self._end_workers(LEAVE_S)
+        return code
+
+    def _end_workers(self, patience_s: float) -> None:
+        """Let workers leave by themselves for a while, then kill; reap all."""
+        deadline = time.monotonic() + patience_s
+        while self._workers and time.monotonic() < deadline:
+            self._reap_workers(os.WNOHANG)
+            if self._workers:
+                select.select([self._wake[0]], [], [], 0.05)
+        for process_id in self._workers:
+            _kill(process_id)
+        self._reap_workers(0)
+
+    def _reap_workers(self, flags: int) -> None:
+        for process_id in list(self._workers):
+            with contextlib.suppress(ChildProcessError):
+                found, _ = os.waitpid(process_id, flags)
+                if found == 0:
+                    continue
+            del self._workers[process_id]
+
+    # ------------------------------------------------------------ signals
+
+    def _catch_signals(self) -> None:
+        self._signals_seen = 0
+        for end in self._wake:
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _frame: self._signals.append(number))
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+
+    def _forward_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            self._signals_seen += 1
+            if self._coordinator is None:
+                continue
+            forwarded = signal.SIGKILL if self._signals_seen > 2 else number
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._coordinator.process_id, forwarded)
+
+
+def describe_status(status: int) -> str:
+    """`killed by signal 9 (SIGKILL)` or `exit code 3`, from a wait status."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(ValueError):
+            return f"killed by signal {number} ({signal.Signals(number).name})"
+        return f"killed by signal {number}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def _die_with(parent: int, lifeline: int) -> None:
+    """End this process as soon as launch ends, however that happens."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _kill(process_id: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGKILL)
