@@ -248,14 +248,11 @@ class TransformersModel(Model):
             self._randomize_layer(layer, index, seed)
         if self.plan.tied is None or not module.is_last:
             return
-        weight = module.projection.weight
-        if module.tied_alias_shares_storage:
-            # The head's turn came last and wrote over the embedding: give the shared memory the embedding's numbers again.
-            self._randomize_layer(module.layers[0], 0, seed)  # type: ignore[arg-type]
-        else:
-            embedding = copy.deepcopy(self.meta_layer(0)).to_empty(device="cpu")
-            self._randomize_layer(embedding, 0, seed)
-            weight.data.copy_(embedding[0].weight)  # type: ignore[arg-type]
+        # The head's turn gave it numbers of its own. Draw the embedding's layer once more, into the head's memory, which in one
+        # shard is the embedding's too; what else the layer holds (positions) is drawn along, since the order matters.
+        embedding = copy.deepcopy(self.meta_layer(0)).to_empty(device="cpu")
+        embedding[0].weight = nn.Parameter(module.projection.weight.data, requires_grad=False)
+        self._randomize_layer(embedding, 0, seed)
 
     def _randomize_layer(self, layer: Layer, index: int, seed: int) -> None:
         """Draw by transformers' own rules, from a generator that knows only the run's seed and the layer."""
