@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -108,7 +109,11 @@ class ShapedConnection(Connection):
             self.nbytes_sent += nbytes
 
     async def receive(self) -> list[memoryview]:
-        return await self._inner.receive()
+        try:
+            return await self._inner.receive()
+        except TransportError as e:
+            self._failure = e
+            raise
 
     async def close(self, *, linger_s: float = 0.0) -> None:
         if self._closed:
@@ -147,17 +152,16 @@ class ShapedListener(Listener):
         self.address = inner.address
         self._inner = inner
         self._transport = transport
-        self._accepted: list[ShapedConnection] = []
+        self._accepted: weakref.WeakSet[ShapedConnection] = weakref.WeakSet()
 
     async def accept(self) -> Connection:
         connection = self._transport.shape(await self._inner.accept())
-        self._accepted.append(connection)
+        self._accepted.add(connection)
         return connection
 
     async def close(self) -> None:
-        for connection in self._accepted:
+        for connection in list(self._accepted):
             await connection.close()
-        self._accepted.clear()
         await self._inner.close()
 
 
@@ -178,9 +182,12 @@ class ShapedTransport(Transport):
         self._latency_s = latency_s
         self._clock = clock if clock is not None else LoopClock()
         self._gate = Gate(rate_nbytes_per_s, self._clock, burst_s=burst_s)
+        self._made: weakref.WeakSet[ShapedConnection] = weakref.WeakSet()
 
     def shape(self, connection: Connection) -> ShapedConnection:
-        return ShapedConnection(connection, self._gate, self._latency_s, self._clock)
+        shaped = ShapedConnection(connection, self._gate, self._latency_s, self._clock)
+        self._made.add(shaped)
+        return shaped
 
     async def listen(self, address: Address) -> Listener:
         return ShapedListener(await self._inner.listen(address), self)
@@ -189,4 +196,6 @@ class ShapedTransport(Transport):
         return self.shape(await self._inner.dial(address, timeout_s=timeout_s))
 
     async def close(self) -> None:
+        for connection in list(self._made):
+            await connection.close()
         await self._inner.close()

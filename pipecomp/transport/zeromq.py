@@ -19,15 +19,15 @@ import collections
 import contextlib
 import errno
 import secrets
-import socket as plain_socket
 import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pipecomp.errors import AddressError, PeerLost, TransportClosed, TransportError
+from pipecomp.transport._tcp_address import NO_CONNECTION, Endpoint, endpoint_text, parse_address, resolve, why_not
 from pipecomp.transport._zeromq_socket import SocketPump
 from pipecomp.transport.base import Address, Connection, Frame, Listener, Transport
 
@@ -35,53 +35,14 @@ SEND_BUFFER_NBYTES = 256 * 2**10
 """The kernel's queue for each connection. More would only hide from the link how slow its peer is."""
 
 _FAREWELL = b"pipecomp: this end has closed the connection \x91\x1f\xa0"
-_SCHEME = "tcp://"
 _RETRY_S = 0.05
-_NO_CONNECTION = "no connection"
+_UNBIND_S = 1.0
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
 
-class _Endpoint(NamedTuple):
-    host: str
-    port: int
-
-
-def parse_address(address: Address) -> _Endpoint:
-    """Host and port of `tcp://HOST:PORT`. Raises AddressError that says how to write it."""
-    rest = address.removeprefix(_SCHEME)
-    host, colon, port = rest.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        colon = ""
-    if rest == address or not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise AddressError(
-            f"{address!r} is not an address: write tcp://HOST:PORT or tcp://[IPV6]:PORT, with a port up to 65535"
-        )
-    return _Endpoint(host, int(port))
-
-
-async def _resolve(address: Address) -> list[_Endpoint]:
-    """Numeric endpoints of an address, in the order the system prefers."""
-    host, port = parse_address(address)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=plain_socket.SOCK_STREAM)
-    except OSError as e:
-        raise AddressError(f"{address}: the name {host!r} cannot be resolved: {e.strerror or e}") from e
-    return list(dict.fromkeys(_Endpoint(str(sockaddr[0]), port) for *_, sockaddr in found))
-
-
-def _text(endpoint: _Endpoint) -> str:
-    return (
-        f"{_SCHEME}[{endpoint.host}]:{endpoint.port}"
-        if ":" in endpoint.host
-        else f"{_SCHEME}{endpoint.host}:{endpoint.port}"
-    )
-
-
-def _prepare(socket: zmq.Socket[bytes], endpoint: _Endpoint) -> None:
+def _prepare(socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -181,7 +142,7 @@ class _Dialler:
     """A DEALER on its way to become a connection."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: _Endpoint, address: Address, timeout_s: float
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, address: Address, timeout_s: float
     ) -> None:
         self.outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Empty when the handshake is done, else why it is not."""
@@ -198,7 +159,7 @@ class _Dialler:
         self._monitor = _Monitor(socket, events, self._happened)
         self._ending = ""
         self._pump = SocketPump(socket, self._came, self._idle)
-        socket.connect(_text(endpoint))
+        socket.connect(endpoint_text(endpoint))
 
     def leave(self, linger_s: float) -> None:
         self._monitor.close()
@@ -225,7 +186,7 @@ class _Dialler:
             self._conclude("something else than pipecomp listens there")
         elif not self.outcome.done():
             self._conclude(
-                _NO_CONNECTION if event == zmq.EVENT_CLOSED else "it closed the connection before saying hello"
+                NO_CONNECTION if event == zmq.EVENT_CLOSED else "it closed the connection before saying hello"
             )
         else:
             self._ending = "the connection was lost"
@@ -243,17 +204,17 @@ class _Dialler:
 class ZeromqListener(Listener):
     """A bound ROUTER, whose peers are told apart by routing id."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: _Endpoint, asked: Address) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, asked: Address) -> None:
         socket = context.socket(zmq.ROUTER)
         _prepare(socket, endpoint)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            socket.bind(_text(endpoint))
+            socket.bind(endpoint_text(endpoint))
         except zmq.ZMQError as e:
             socket.close(0)
             raise AddressError(f"cannot listen at {asked}: {_bind_reason(e)}") from e
         port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        self.address = Address(_text(_Endpoint(parse_address(asked).host, int(port))))
+        self.address = Address(endpoint_text(Endpoint(parse_address(asked).host, int(port))))
         self._by_id: dict[bytes, ZeromqConnection | None] = {}  # None: closed here, its end not heard of yet
         self._by_descriptor: dict[int, bytes] = {}
         self._ending: list[bytes] = []
@@ -262,7 +223,10 @@ class ZeromqListener(Listener):
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._linger_until = 0.0
-        self._monitor = _Monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED, self._happened)
+        self._socket = socket
+        self._unbound = asyncio.Event()
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        self._monitor = _Monitor(socket, events, self._happened)
         self._pump = SocketPump(socket, self._came, self._idle)
 
     async def accept(self) -> Connection:
@@ -281,8 +245,16 @@ class ZeromqListener(Listener):
                 await connection.close()
         self._closed = True
         self._changed.set()
+        await self._stop_listening()
         self._monitor.close()
         self._pump.close(max(0.0, self._linger_until - self._loop.time()))
+
+    async def _stop_listening(self) -> None:
+        """ZeroMQ's own thread closes the port; once it is done, nobody is let in any more and the port is free."""
+        with contextlib.suppress(zmq.ZMQError, TimeoutError):
+            self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            async with asyncio.timeout(_UNBIND_S):
+                await self._unbound.wait()
 
     def _came(self, frames: list[zmq.Frame]) -> None:
         routing_id = frames[0].bytes
@@ -307,6 +279,9 @@ class ZeromqListener(Listener):
         self._changed.set()
 
     def _happened(self, event: int, descriptor: int) -> None:
+        if event == zmq.EVENT_CLOSED:
+            self._unbound.set()
+            return
         # ACCEPTED too: whoever had this descriptor before is gone.
         self._end(descriptor)
         self._pump.read_soon()
@@ -339,19 +314,6 @@ class ZeromqListener(Listener):
         self._linger_until = max(self._linger_until, self._loop.time() + linger_s)
 
 
-async def _why_not(endpoint: _Endpoint) -> str:
-    """ZeroMQ does not tell why it could not connect; the system does."""
-    loop = asyncio.get_running_loop()
-    family = plain_socket.AF_INET6 if ":" in endpoint.host else plain_socket.AF_INET
-    try:
-        with plain_socket.socket(family, plain_socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            await loop.sock_connect(probe, (endpoint.host, endpoint.port))
-    except OSError as e:
-        return (e.strerror or str(e)).lower().removeprefix("connect call failed")
-    return _NO_CONNECTION
-
-
 def _bind_reason(error: zmq.ZMQError) -> str:
     reasons = {
         errno.EADDRINUSE: "the port is in use: choose another, or port 0 for any",
@@ -372,7 +334,7 @@ class ZeromqTransport(Transport):
         self._made: weakref.WeakSet[Connection | Listener] = weakref.WeakSet()
 
     async def listen(self, address: Address) -> Listener:
-        endpoint, *_ = await _resolve(address)
+        endpoint, *_ = await resolve(address)
         listener = ZeromqListener(self._zeromq(), endpoint, address)
         self._made.add(listener)
         return listener
@@ -411,7 +373,7 @@ class ZeromqTransport(Transport):
     async def _dial_once(self, address: Address, timeout_s: float) -> Connection:
         """Try each numeric endpoint once."""
         reasons = []
-        for endpoint in await _resolve(address):
+        for endpoint in await resolve(address):
             dialler = _Dialler(self._zeromq(), endpoint, address, timeout_s)
             try:
                 reason = await dialler.outcome
@@ -422,7 +384,7 @@ class ZeromqTransport(Transport):
                 self._made.add(dialler.connection)
                 return dialler.connection
             await dialler.connection.close()
-            reasons.append(await _why_not(endpoint) if reason == _NO_CONNECTION else reason)
+            reasons.append(await why_not(endpoint) if reason == NO_CONNECTION else reason)
         raise PeerLost(", ".join(dict.fromkeys(reasons)))
 
 
