@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import os
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from pipecomp.errors import AddressError
@@ -43,10 +45,15 @@ async def resolve(address: Address) -> list[Endpoint]:
     host, port = parse_address(address)
     with contextlib.suppress(ValueError):  # numeric: nothing to ask, and no thread to ask it in
         return [Endpoint(str(ipaddress.ip_address(host)), port)]
+    # A thread of its own: those of the loop stay for as long as the loop, and a name server may not answer for long.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="resolve")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        lookup = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(pool, lookup)
     except (OSError, ValueError) as e:  # ValueError: text that is no name at all
         raise AddressError(f"{address}: the name {host!r} cannot be resolved: {getattr(e, 'strerror', '') or e}") from e
+    finally:
+        pool.shutdown(wait=False)
     return list(dict.fromkeys(Endpoint(str(sockaddr[0]), port) for *_, sockaddr in found))
 
 

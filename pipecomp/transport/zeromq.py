@@ -21,6 +21,7 @@ import errno
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import zmq
@@ -362,7 +363,8 @@ class ZeromqTransport(Transport):
         self._made.clear()
         if self._context is not None:
             # Waits for what lingers, so not in the loop's thread.
-            await asyncio.to_thread(self._context.term)
+            with ThreadPoolExecutor(1, thread_name_prefix="zeromq") as pool:
+                await asyncio.get_running_loop().run_in_executor(pool, self._context.term)
             self._context = None
 
     def _zeromq(self) -> zmq.Context[zmq.Socket[bytes]]:
