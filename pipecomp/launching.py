@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -70,7 +71,7 @@ def preload(config: RunConfig) -> None:
     model_type = (config.model.config or {}).get("model_type")
     family = [f"transformers.models.{model_type}.modeling_{model_type}"] if model_type else []
     for name in (*PRELOADED, *family):
-        with contextlib.suppress(ImportError):  # whoever needs it will say so
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:  # uvloop is not there on every system
             importlib.import_module(name)
 
 
@@ -166,15 +167,18 @@ class Launch:
     def _watch(self) -> int:
         assert self._coordinator is not None
         announced = bytearray()
+        sources = [self._wake[0], self._announce[0]]
         while True:
-            sources = [self._wake[0]] + ([] if self._workers else [self._announce[0]])
             ready, _, _ = select.select(sources, [], [], 0.5)
             if self._wake[0] in ready:
                 os.read(self._wake[0], 4096)
             if self._announce[0] in ready:
-                announced += os.read(self._announce[0], 4096)
+                chunk = os.read(self._announce[0], 4096)
+                announced += chunk
                 if b"\n" in announced:
                     self._start_workers(json.loads(announced)["address"])
+                if b"\n" in announced or not chunk:
+                    sources.remove(self._announce[0])
             self._forward_signals()
             status = self._reap()
             if status is not None:
