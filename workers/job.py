@@ -103,9 +103,9 @@ class AssignedWork:
         from pipecomp.transport.shaped import ShapedTransport
 
         if self._transport is None:
-            from pipecomp.transport.zeromq import ZeroMQTransport
+            from pipecomp.transport.zeromq import ZeromqTransport
 
-            self._transport = ZeroMQTransport()
+            self._transport = ZeromqTransport()
         self._shaped = ShapedTransport(self._transport, rate_nbytes_per_s=None, latency_s=0.0)
         self._hub = LinkHub(self._shaped, worker=self._name)
         bound: Address = await self._hub.listen(self._data_address)
@@ -174,7 +174,7 @@ class AssignedWork:
 
     def _shape(self, config: RunConfig) -> None:
         rate = config.cluster.link_rate
-        self._shaped.shape(
+        self._shaped.limit(
             rate_nbytes_per_s=None if rate is None else parse_rate(rate), latency_s=config.cluster.link_latency_ms / 1000
         )
 

@@ -309,7 +309,7 @@ def run_worker(options: WorkerOptions) -> int:
 
 
 async def _run(options: WorkerOptions) -> e.Finish:
-    from pipecomp.transport.zeromq import ZeroMQTransport
+    from pipecomp.transport.zeromq import ZeromqTransport
 
     host, _, port = options.bind.rpartition(":")
     if not host or not port.isdigit():
@@ -321,7 +321,7 @@ async def _run(options: WorkerOptions) -> e.Finish:
         model_folder=options.model_folder,
         num_threads=options.num_threads,
     )
-    service = WorkerService(options, control=ZeroMQTransport(), work=work)
+    service = WorkerService(options, control=ZeromqTransport(), work=work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.leave, f"{options.name} was stopped by {number.name}")

@@ -51,20 +51,25 @@ class Gate:
 
     def __init__(self, rate_nbytes_per_s: float | None, clock: Clock, *, burst_s: float) -> None:
         """`rate_nbytes_per_s` None: at once."""
-        if rate_nbytes_per_s is not None and not rate_nbytes_per_s > 0:
-            raise ValueError(f"a rate is above zero, got {rate_nbytes_per_s}")
-        self._rate = rate_nbytes_per_s
+        self.limit(rate_nbytes_per_s)
         self._clock = clock
         self._burst_s = burst_s
         self._last_departure = float("-inf")
+
+    def limit(self, rate_nbytes_per_s: float | None) -> None:
+        """Another rate from the next message on; None: no limit."""
+        if rate_nbytes_per_s is not None and not rate_nbytes_per_s > 0:
+            raise ValueError(f"a rate is above zero, got {rate_nbytes_per_s}")
+        self._rate = rate_nbytes_per_s
 
     async def leave(self, nbytes: int) -> None:
         """Return once `nbytes` have left."""
         if self._rate is None:
             return
         piece_nbytes = max(_SMALLEST_PIECE_NBYTES, int(self._rate * _PIECE_S))
+        rate = self._rate
         for start in range(0, nbytes, piece_nbytes):
-            await self._leave_piece(min(piece_nbytes, nbytes - start) / self._rate)
+            await self._leave_piece(min(piece_nbytes, nbytes - start) / rate)
 
     async def _leave_piece(self, duration_s: float) -> None:
         now = self._clock.now()
@@ -183,6 +188,11 @@ class ShapedTransport(Transport):
         self._clock = clock if clock is not None else LoopClock()
         self._gate = Gate(rate_nbytes_per_s, self._clock, burst_s=burst_s)
         self._made: weakref.WeakSet[ShapedConnection] = weakref.WeakSet()
+
+    def limit(self, *, rate_nbytes_per_s: float | None, latency_s: float) -> None:
+        """Another rate, and another latency for connections made from now on."""
+        self._latency_s = latency_s
+        self._gate.limit(rate_nbytes_per_s)
 
     def shape(self, connection: Connection) -> ShapedConnection:
         shaped = ShapedConnection(connection, self._gate, self._latency_s, self._clock)
