@@ -35,6 +35,7 @@ import msgspec
 
 from pipecomp.errors import LocalProtocolError, RemoteProtocolError
 from pipecomp.protocol import wire
+from pipecomp.protocol.checks import check_tensor_message as check_tensor_message  # noqa: PLC0414 - part of a link's rules
 from pipecomp.protocol.messages import (
     Ack,
     GradientMessage,
