@@ -103,7 +103,7 @@ class Ledger:
     def traffic(self, own: Iterable[Traffic] = ()) -> dict[Kind, KindTraffic]:
         """Of every kind, even when there was none; `own` is what the coordinator counted itself."""
         totals = dict.fromkeys(Kind, KindTraffic())
-        for part in (*own, *(part for parts in self._traffic.values() for part in parts)):
+        for part in (*own, *(part for parts in self._traffic.values() for part in parts if not _is_counted_here(part))):
             old = totals[part.kind]
             totals[part.kind] = KindTraffic(
                 old.values + part.values,
@@ -141,3 +141,8 @@ class Ledger:
 
     def _sent_nbytes(self) -> int:
         return sum(t.payload_nbytes + t.header_nbytes for parts in self._traffic.values() for t in parts)
+
+
+def _is_counted_here(part: Traffic) -> bool:
+    """Weights on their way to the coordinator: it counts what arrives, while a worker's last report may come too early."""
+    return part.kind is Kind.WEIGHTS

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from coordinator.preparation import PreparedRun
 from coordinator.summary import format_grid
 from pipecomp.protocol.messages import Join
+from pipecomp.types import Shard
 
 _TIED = {
     "none": "",
@@ -26,14 +27,15 @@ def describe_split(run: PreparedRun, joins: Sequence[Join]) -> str:
         ]
         layers = [layer for _, shard in held for layer in range(shard.first_layer, shard.end_layer)]
         plan = run.model.plan
-        total = sum(plan.layers[layer].num_parameters for layer in layers)
-        trained = sum(_count(p.shape) for p in plan.parameters if p.layer in layers and p.trainable)
+        held_parameters = [p for p in plan.parameters if p.layer in layers]  # a tied weight counts once, with the embedding
+        total = sum(_count(p.shape) for p in held_parameters)
+        trained = sum(_count(p.shape) for p in held_parameters if p.trainable)
         rows.append(
             [
                 join.worker,
                 join.host,
                 ", ".join(str(stage) for stage, _ in held),
-                ", ".join(f"{shard.first_layer}-{shard.end_layer - 1}" for _, shard in held),
+                ", ".join(_range(shard) for _, shard in held),
                 f"{total:,}",
                 f"{trained:,}",
             ]
@@ -49,6 +51,11 @@ def _describe_run(run: PreparedRun) -> str:
         f"{plan.family}, {len(plan.layers)} layers, {millions:.1f} M parameters; {run.num_samples} samples to train on, "
         f"{run.num_held_out} held out; {run.terms.total_steps} steps, {run.terms.steps_per_epoch} an epoch"
     )
+
+
+def _range(shard: Shard) -> str:
+    last = shard.end_layer - 1
+    return str(last) if shard.first_layer == last else f"{shard.first_layer}-{last}"
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -15,6 +15,7 @@ from pipecomp.errors import PipecompError, RemoteProtocolError
 from pipecomp.protocol.messages import TensorEntry, Traffic, WeightsChunk, WeightsRequest, weights_link
 from pipecomp.protocol.wire import Received
 from pipecomp.runtime.compute import ComputeThread
+from pipecomp.types import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,7 @@ class WeightsDesk:
         self._on_failure = on_failure
         self._links: dict[str, Link] = {}
         self._shards: dict[str, TrainedShard] = {}
+        self._came: dict[str, Traffic] = {}
         self._arrived = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -133,8 +135,8 @@ class WeightsDesk:
         return shard.tensors()
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What this end has sent over all weights links."""
-        return tuple(part for link in self._links.values() for part in link.traffic())
+        """What this end has sent over all weights links, and the requests and weights that came to it."""
+        return (*(part for link in self._links.values() for part in link.traffic()), *self._came.values())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -156,6 +158,7 @@ class WeightsDesk:
         name, content = "", memoryview(b"")
         while True:
             received = await link.receive()
+            self._count(worker, received)
             request = received.message
             if isinstance(request, WeightsRequest):
                 if request.name != name:
@@ -169,6 +172,17 @@ class WeightsDesk:
             else:
                 raise RemoteProtocolError(f"{type(request).__name__} came over a weights link")
             link.taken(received)
+
+    def _count(self, worker: str, received: Received) -> None:
+        old = self._came.get(worker)
+        self._came[worker] = Traffic(
+            link=weights_link(worker),
+            kind=Kind.WEIGHTS,
+            values=(old.values if old else 0) + received.payload_nbytes // _VALUE_NBYTES["F32"],
+            payload_nbytes=(old.payload_nbytes if old else 0) + received.payload_nbytes,
+            header_nbytes=(old.header_nbytes if old else 0) + received.header_nbytes,
+            messages=(old.messages if old else 0) + 1,
+        )
 
     def _entry(self, request: WeightsRequest) -> TensorEntry:
         entry = self._entries.get(request.name)
