@@ -13,9 +13,20 @@ from typing import Any, NamedTuple
 
 import numba as nb
 import numpy as np
-from llvmlite import ir
-from numba.extending import intrinsic
+from numba.extending import overload
 
+from pipecomp.native._vectors import (
+    HAS_AFTER,
+    HAS_BEFORE,
+    IS_STOCHASTIC,
+    absmax_bits,
+    as_bits,
+    as_float,
+    dequantize,
+    pack,
+    quantize,
+    unpack,
+)
 from pipecomp.native.ops import (
     MIN_BLOCK,
     PLANES,
@@ -38,6 +49,13 @@ _ENCODE = nb.boolean(_FLOATS_IN, _FLOATS_IN, _FLOATS_OUT, _BYTES_OUT, _BYTES_OUT
 _DECODE = nb.boolean(_BYTES_IN, _BYTES_IN, _FLOATS_IN, _FLOATS_OUT, nb.int64)
 _NORMS = nb.types.UniTuple(nb.float64, 3)(_FLOATS_IN, _FLOATS_IN, _FLOATS_IN, nb.boolean)
 _NOTHING = np.empty(0, np.float32)
+_SCALES: tuple[Scale, ...] = ("fp32", "bf16", "fp16")
+
+FIXED_GROUPS = (16, 32, 64, 128, 256)
+"""Groups whose length is a constant of their kernels; all others share one kernel, which takes it as an argument."""
+
+MAX_LANES = 64
+PADDING = 8  # codes past the end of a block that its last bytes have room for, at most 7
 
 
 class Config(NamedTuple):
@@ -60,7 +78,7 @@ def encode(
 ) -> bool:
     """See `ops.encode`. False if a value or a difference is not finite; the outputs are then undefined."""
     bits, group, scale = layout
-    kernel = _encode_kernel(bits, scale, rounding, message_in is not None, message_out is not None)
+    kernel = _encode_kernel(bits, scale, rounding, message_in is not None, message_out is not None, _fixed(group))
     before = _NOTHING if message_in is None else message_in
     after = _NOTHING if message_out is None else message_out
     return bool(kernel(values, before, after, scales, codes, group, seed & 0xFFFFFFFF, seed >> 32))
@@ -74,7 +92,7 @@ def decode(
     message_in: FloatArray | None,
 ) -> bool:
     """See `ops.decode`. False if the payload is one that no encoder writes."""
-    kernel = _decode_kernel(layout.bits, layout.scale, message_in is not None)
+    kernel = _decode_kernel(layout.bits, layout.scale, message_in is not None, _fixed(layout.group))
     return bool(kernel(scales, codes, _NOTHING if message_in is None else message_in, out, layout.group))
 
 
@@ -91,9 +109,13 @@ def warm_up(configs: Iterable[Config]) -> None:
     """Compile, or load from the cache, every kernel that these calls need, so that no step of a run waits for a compiler."""
     for layout, rounding, has_message in configs:
         for has_out in (False, True):
-            _encode_kernel(layout.bits, layout.scale, rounding, has_message, has_out)
-        _decode_kernel(layout.bits, layout.scale, has_message)
+            _encode_kernel(layout.bits, layout.scale, rounding, has_message, has_out, _fixed(layout.group))
+        _decode_kernel(layout.bits, layout.scale, has_message, _fixed(layout.group))
     _norms_kernel()
+
+
+def _fixed(group: int) -> int:
+    return group if group in FIXED_GROUPS else 0
 
 
 def _compile(function: Callable[..., Any], signature: Any, name: str) -> Callable[..., Any]:  # noqa: ANN401 - numba's
@@ -102,18 +124,6 @@ def _compile(function: Callable[..., Any], signature: Any, name: str) -> Callabl
         return nb.njit(signature, nogil=True, cache=True)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # no folder that Numba may write: compile in memory, in each process
         return nb.njit(signature, nogil=True)(function)  # type: ignore[no-any-return]
-
-
-@intrinsic
-def as_bits(typing_context: Any, value: Any) -> Any:  # noqa: ANN401 - numba's
-    """The bits of a float32, as uint32."""
-    return nb.uint32(nb.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
-
-
-@intrinsic
-def as_float(typing_context: Any, bits: Any) -> Any:  # noqa: ANN401 - numba's
-    """The float32 with these 32 bits."""
-    return nb.float32(nb.uint32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
 
 
 @nb.njit
@@ -162,159 +172,228 @@ def scale_value(pattern, is_fp32, is_fp16):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def uniform(position, seed_low, seed_high):  # type: ignore[no-untyped-def]
-    """`reference.uniform` at one position."""
-    mixed = np.uint32(np.uint32(position * np.uint32(0x9E3779B1)) ^ seed_low)
-    mixed = np.uint32(np.uint32(mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x7FEB352D))
-    mixed = np.uint32(mixed ^ seed_high)
-    mixed = np.uint32(np.uint32(mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x846CA68B))
-    mixed = np.uint32(mixed ^ (mixed >> np.uint32(16)))
-    return np.float32(np.uint32(mixed >> np.uint32(8))) * np.float32(2.0**-24)
+def write_scale(scales, offset, pattern, nbytes):  # type: ignore[no-untyped-def]
+    """The low `nbytes` bytes of `pattern`, little-endian, to `scales[offset:]`."""
+    for byte in range(nbytes):
+        scales[offset + byte] = np.uint8((pattern >> np.uint32(8 * byte)) & np.uint32(0xFF))
 
 
 @nb.njit
-def pack_plane(unpacked, length, shift, width, codes, offset):  # type: ignore[no-untyped-def]
-    """Write bits shift .. shift + width - 1 of `length` codes to `codes[offset:]`; return the offset after them."""
-    nbytes = (length * width + 7) // 8
-    mask = np.uint8((1 << width) - 1)
-    for i in range(nbytes):
-        codes[offset + i] = (unpacked[i] >> np.uint8(shift)) & mask
-    for part in range(1, 8 // width):
-        start = part * nbytes
-        for i in range(min(nbytes, length - start)):
-            codes[offset + i] |= np.uint8(((unpacked[start + i] >> np.uint8(shift)) & mask) << np.uint8(width * part))
-    return offset + nbytes
+def read_scale(scales, offset, nbytes):  # type: ignore[no-untyped-def]
+    """The inverse of `write_scale`."""
+    pattern = np.uint32(0)
+    for byte in range(nbytes):
+        pattern = np.uint32(pattern | (np.uint32(scales[offset + byte]) << np.uint32(8 * byte)))
+    return pattern
 
 
 @nb.njit
-def unpack_plane(codes, offset, length, shift, width, unpacked):  # type: ignore[no-untyped-def]
-    """The inverse: or the plane at `codes[offset:]` into `unpacked`; return the offset after it, and whether its padding is 0."""
-    nbytes = (length * width + 7) // 8
-    mask = np.uint8((1 << width) - 1)
-    padding = np.uint8(0)
-    for part in range(8 // width):
-        start = part * nbytes
-        num_codes = max(min(nbytes, length - start), 0)
-        for i in range(num_codes):
-            unpacked[start + i] |= np.uint8(((codes[offset + i] >> np.uint8(width * part)) & mask) << np.uint8(shift))
-        for i in range(num_codes, nbytes):
-            padding |= (codes[offset + i] >> np.uint8(width * part)) & mask
-    return offset + nbytes, padding == np.uint8(0)
+def plane_nbytes(length, width):  # type: ignore[no-untyped-def]
+    """Bytes of one plane of a block of `length` codes."""
+    return (length * width + 7) // 8
+
+
+# What follows is written once and compiled into each kernel with that kernel's constants: an overload is chosen by the
+# types of its arguments, and the type of a literal holds its value. It costs no call: LLVM is told to inline it.
+_INLINE = {"prefer_literal": True, "jit_options": {"forceinline": True}}
+
+
+def encode_group(  # type: ignore[no-untyped-def]
+    values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
+):
+    """Scale, codes and message of one group; return the bits of its absmax."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(encode_group, **_INLINE)
+def _encode_group(  # type: ignore[no-untyped-def]
+    values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
+):
+    is_up = bool(flags.literal_value & IS_STOCHASTIC)
+    num_bits, name = bits.literal_value, _SCALES[scale.literal_value]
+    num_lanes, flag = lanes.literal_value, flags.literal_value
+    factor = step_factor(num_bits, "stochastic" if is_up else "nearest")
+    smallest, largest = smallest_step(name), largest_step(num_bits, name)
+    is_fp32, is_fp16, scale_nbytes = name == "fp32", name == "fp16", SCALE_NBYTES[name]
+
+    def inlined(  # type: ignore[no-untyped-def]
+        values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
+    ):
+        absmax = absmax_bits(values, before, start, length, num_lanes, flag)
+        step = min(as_float(absmax) * factor, largest)
+        pattern = scale_pattern(step, smallest, is_fp32, is_fp16, is_up)
+        write_scale(scales, scale_at, pattern, scale_nbytes)
+        step = scale_value(pattern, is_fp32, is_fp16)
+        inverse = np.float32(1) / step if step > np.float32(0) else np.float32(0)
+        quantize(
+            values, before, after, unpacked, start, at, length, step, inverse, seed_low, seed_high, num_bits, num_lanes, flag
+        )
+        return absmax
+
+    return inlined
+
+
+def decode_group(  # type: ignore[no-untyped-def]
+    scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags
+):
+    """The values of one group; return whether its scale is one that an encoder writes."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(decode_group, **_INLINE)
+def _decode_group(  # type: ignore[no-untyped-def]
+    scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags
+):
+    num_bits, name = bits.literal_value, _SCALES[scale.literal_value]
+    num_lanes, flag = lanes.literal_value, flags.literal_value
+    smallest, largest = smallest_step(name), largest_step(num_bits, name)
+    is_fp32, is_fp16, scale_nbytes = name == "fp32", name == "fp16", SCALE_NBYTES[name]
+
+    def inlined(  # type: ignore[no-untyped-def]
+        scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags
+    ):
+        pattern = read_scale(scales, scale_at, scale_nbytes)
+        step = scale_value(pattern, is_fp32, is_fp16)
+        dequantize(unpacked, before, out, at, start, length, step, num_bits, num_lanes, flag)
+        return (pattern == np.uint32(0)) | ((step >= smallest) & (step <= largest))
+
+    return inlined
+
+
+def pack_block(unpacked, length, codes, offset, bits):  # type: ignore[no-untyped-def]
+    """All planes of a block of `length` codes to `codes[offset:]`; return the offset after them."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(pack_block, **_INLINE)
+def _pack_block(unpacked, length, codes, offset, bits):  # type: ignore[no-untyped-def]
+    low, middle, high = (*PLANES[bits.literal_value], 0, 0)[:3]
+    second, third = low, low + middle
+
+    def inlined(unpacked, length, codes, offset, bits):  # type: ignore[no-untyped-def]
+        if length % 8:
+            unpacked[length : length + PADDING] = 0
+        nbytes = plane_nbytes(length, low)
+        pack(unpacked, codes, offset, nbytes, 0, low)
+        offset += nbytes
+        if middle:
+            nbytes = plane_nbytes(length, middle)
+            pack(unpacked, codes, offset, nbytes, second, middle)
+            offset += nbytes
+        if high:
+            nbytes = plane_nbytes(length, high)
+            pack(unpacked, codes, offset, nbytes, third, high)
+            offset += nbytes
+        return offset
+
+    return inlined
+
+
+def unpack_block(codes, offset, unpacked, length, bits):  # type: ignore[no-untyped-def]
+    """The inverse; return the offset after the block, and whether its padding bits are 0."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(unpack_block, **_INLINE)
+def _unpack_block(codes, offset, unpacked, length, bits):  # type: ignore[no-untyped-def]
+    low, middle, high = (*PLANES[bits.literal_value], 0, 0)[:3]
+    second, third = low, low + middle
+
+    def inlined(codes, offset, unpacked, length, bits):  # type: ignore[no-untyped-def]
+        if length % 8:
+            unpacked[length : length + PADDING] = 0
+        nbytes = plane_nbytes(length, low)
+        unpack(codes, unpacked, offset, nbytes, 0, low)
+        offset += nbytes
+        if middle:
+            nbytes = plane_nbytes(length, middle)
+            unpack(codes, unpacked, offset, nbytes, second, middle)
+            offset += nbytes
+        if high:
+            nbytes = plane_nbytes(length, high)
+            unpack(codes, unpacked, offset, nbytes, third, high)
+            offset += nbytes
+        is_padded = True
+        if length % 8:
+            for index in range(length, length + PADDING):
+                is_padded &= unpacked[index] == 0
+        return offset, is_padded
+
+    return inlined
 
 
 @functools.cache
-def _encode_kernel(bits: int, scale: Scale, rounding: Rounding, has_in: bool, has_out: bool) -> Callable[..., Any]:
-    is_stochastic = rounding == "stochastic"
-    half = np.float32(2 ** (bits - 1))
-    centre = np.float32(0.5) - half
-    top = np.float32(2**bits - 1)
-    factor, smallest, largest = step_factor(bits, rounding), smallest_step(scale), largest_step(bits, scale)
-    scale_is_fp32, scale_is_fp16, scale_nbytes = scale == "fp32", scale == "fp16", SCALE_NBYTES[scale]
-    wide, middle, narrow = (*PLANES[bits], 0, 0)[:3]
+def _encode_kernel(
+    bits: int, scale: Scale, rounding: Rounding, has_in: bool, has_out: bool, fixed_group: int
+) -> Callable[..., Any]:
+    flags = HAS_BEFORE * has_in | HAS_AFTER * has_out | IS_STOCHASTIC * (rounding == "stochastic")
+    scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
+    lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
-    def kernel(values, before, after, scales, codes, group, seed_low, seed_high):  # type: ignore[no-untyped-def]
-        num_values = values.size
+    def kernel(values, before, after, scales, codes, any_group, seed_low, seed_high):  # type: ignore[no-untyped-def]
+        group = fixed_group if fixed_group else any_group
         block = block_of(group)
-        differences = np.empty(min(group, num_values), np.float32)
-        unpacked = np.empty(min(block, num_values), np.uint8)
-        worst = np.int32(0)
-        offset = 0
-        scale_at = 0
-        for block_start in range(0, num_values, block):
-            block_end = min(block_start + block, num_values)
-            for start in range(block_start, block_end, group):
-                length = min(start + group, block_end) - start
-                for i in range(length):
-                    if has_in:
-                        differences[i] = values[start + i] - before[start + i]
-                    else:
-                        differences[i] = values[start + i]
-                absmax = np.int32(0)
-                for i in range(length):
-                    absmax = max(absmax, np.int32(as_bits(differences[i]) & np.uint32(0x7FFFFFFF)))
+        num_values = values.size
+        unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
+        worst = np.uint32(0)
+        offset = scale_at = 0
+        whole = num_values - num_values % block
+        for block_start in range(0, whole, block):
+            for at in range(0, block, group):
+                absmax = encode_group(
+                    values, before, after, scales, unpacked, block_start + at, at, group, scale_at,
+                    seed_low, seed_high, bits, scale_index, lanes, flags,
+                )  # fmt: skip
                 worst = max(worst, absmax)
-                step = min(as_float(absmax) * factor, largest)
-                pattern = scale_pattern(step, smallest, scale_is_fp32, scale_is_fp16, is_stochastic)
-                step = scale_value(pattern, scale_is_fp32, scale_is_fp16)
-                for byte in range(scale_nbytes):
-                    scales[scale_at + byte] = np.uint8((pattern >> np.uint32(8 * byte)) & np.uint32(0xFF))
                 scale_at += scale_nbytes
-                inverse = np.float32(0)
-                if step > np.float32(0):
-                    inverse = np.float32(1) / step
-                at = start - block_start
-                for i in range(length):
-                    position = differences[i] * inverse
-                    if is_stochastic:
-                        chance = uniform(np.uint32(start + i), seed_low, seed_high)
-                        position = position + (half - np.float32(0.5)) + chance
-                    else:
-                        position = position + half
-                    position = min(max(position, np.float32(0)), top)
-                    code = np.int32(position)
-                    unpacked[at + i] = np.uint8(code)
-                    if has_out:
-                        change = (np.float32(code) + centre) * step
-                        if has_in:
-                            after[start + i] = before[start + i] + change
-                        else:
-                            after[start + i] = change
-            length = block_end - block_start
-            offset = pack_plane(unpacked, length, 0, wide, codes, offset)
-            if middle:
-                offset = pack_plane(unpacked, length, wide, middle, codes, offset)
-            if narrow:
-                offset = pack_plane(unpacked, length, wide + middle, narrow, codes, offset)
-        return worst < np.int32(0x7F800000)
+            offset = pack_block(unpacked, block, codes, offset, bits)
+        for start in range(whole, num_values, group):
+            absmax = encode_group(
+                values, before, after, scales, unpacked, start, start - whole, min(group, num_values - start), scale_at,
+                seed_low, seed_high, bits, scale_index, lanes, flags,
+            )  # fmt: skip
+            worst = max(worst, absmax)
+            scale_at += scale_nbytes
+        pack_block(unpacked, num_values - whole, codes, offset, bits)
+        return worst < np.uint32(0x7F800000)
 
-    name = f"encode{bits}_{scale}_{rounding}{'_from_message' if has_in else ''}{'_to_message' if has_out else ''}"
+    name = f"encode{bits}_{scale}_{rounding}{'_from' * has_in}{'_to' * has_out}_g{fixed_group or 'any'}"
     return _compile(kernel, _ENCODE, name)
 
 
 @functools.cache
-def _decode_kernel(bits: int, scale: Scale, has_in: bool) -> Callable[..., Any]:
-    centre = np.float32(0.5 - 2 ** (bits - 1))
-    smallest, largest = smallest_step(scale), largest_step(bits, scale)
-    scale_is_fp32, scale_is_fp16, scale_nbytes = scale == "fp32", scale == "fp16", SCALE_NBYTES[scale]
-    wide, middle, narrow = (*PLANES[bits], 0, 0)[:3]
+def _decode_kernel(bits: int, scale: Scale, has_in: bool, fixed_group: int) -> Callable[..., Any]:
+    flags = HAS_BEFORE * has_in
+    scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
+    lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
-    def kernel(scales, codes, before, out, group):  # type: ignore[no-untyped-def]
-        num_values = out.size
+    def kernel(scales, codes, before, out, any_group):  # type: ignore[no-untyped-def]
+        group = fixed_group if fixed_group else any_group
         block = block_of(group)
-        unpacked = np.empty(min(block, num_values), np.uint8)
+        num_values = out.size
+        unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
         is_good = True
-        offset = 0
-        scale_at = 0
-        for block_start in range(0, num_values, block):
-            block_end = min(block_start + block, num_values)
-            length = block_end - block_start
-            unpacked[:length] = 0
-            offset, is_padded = unpack_plane(codes, offset, length, 0, wide, unpacked)
+        offset = scale_at = 0
+        whole = num_values - num_values % block
+        for block_start in range(0, whole, block):
+            offset, is_padded = unpack_block(codes, offset, unpacked, block, bits)
             is_good &= is_padded
-            if middle:
-                offset, is_padded = unpack_plane(codes, offset, length, wide, middle, unpacked)
-                is_good &= is_padded
-            if narrow:
-                offset, is_padded = unpack_plane(codes, offset, length, wide + middle, narrow, unpacked)
-                is_good &= is_padded
-            for start in range(block_start, block_end, group):
-                length = min(start + group, block_end) - start
-                pattern = np.uint32(0)
-                for byte in range(scale_nbytes):
-                    pattern = np.uint32(pattern | (np.uint32(scales[scale_at + byte]) << np.uint32(8 * byte)))
+            for at in range(0, block, group):
+                is_good &= decode_group(
+                    scales, unpacked, before, out, scale_at, at, block_start + at, group, bits, scale_index, lanes, flags
+                )
                 scale_at += scale_nbytes
-                step = scale_value(pattern, scale_is_fp32, scale_is_fp16)
-                is_good &= pattern == np.uint32(0) or (step >= smallest and step <= largest)
-                at = start - block_start
-                for i in range(length):
-                    change = (np.float32(unpacked[at + i]) + centre) * step
-                    if has_in:
-                        out[start + i] = before[start + i] + change
-                    else:
-                        out[start + i] = change
+        offset, is_padded = unpack_block(codes, offset, unpacked, num_values - whole, bits)
+        is_good &= is_padded
+        for start in range(whole, num_values, group):
+            is_good &= decode_group(
+                scales, unpacked, before, out, scale_at, start - whole, start, min(group, num_values - start),
+                bits, scale_index, lanes, flags,
+            )  # fmt: skip
+            scale_at += scale_nbytes
         return is_good
 
-    return _compile(kernel, _DECODE, f"decode{bits}_{scale}{'_from_message' if has_in else ''}")
+    return _compile(kernel, _DECODE, f"decode{bits}_{scale}{'_from' * has_in}_g{fixed_group or 'any'}")
 
 
 @functools.cache

@@ -1,0 +1,257 @@
+"""Whole-vector statements for Numba kernels, as LLVM vectors of 16 to 64 lanes. Knows pointers and lanes, not the contract.
+
+Left to itself the compiler unrolls loops as short as a group before it would vectorize them. Here a chunk of a group is one
+value of vector type; LLVM cuts it into what the machine has (AVX-512, AVX2, SSE, NEON), and no target is depended on. No
+fast-math flag is set and no multiply is fused with an add, so every lane has the bits of the scalar operations, in order.
+
+`start`, `at`, `offset`, `length`: in elements, of type intp. `lanes`, `bits`, `shift`, `width`, `flags`: literals.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001
+
+from __future__ import annotations
+
+import numba as nb
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+HAS_BEFORE, HAS_AFTER, IS_STOCHASTIC = 1, 2, 4
+
+_FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
+
+
+@intrinsic(prefer_literal=True)
+def as_bits(typing_context, value):
+    """The bits of a float32, as uint32."""
+    return nb.uint32(nb.float32), lambda _, builder, __, args: builder.bitcast(args[0], _INT)
+
+
+@intrinsic(prefer_literal=True)
+def as_float(typing_context, bits):
+    """The float32 with these 32 bits."""
+    return nb.float32(nb.uint32), lambda _, builder, __, args: builder.bitcast(args[0], _FLOAT)
+
+
+@intrinsic(prefer_literal=True)
+def absmax_bits(typing_context, values, before, start, length, lanes, flags):
+    """Largest |values - before| of a group, as the bits of a float32: integers order as the floats do, NaN above infinity."""
+    has_before = flags.literal_value & HAS_BEFORE
+
+    def generate(context, builder, signature, args):
+        memory = _Memory(context, builder, signature, args)
+
+        def widen(largest, offset, num_lanes):
+            differences = memory.load(0, builder.add(args[2], offset), num_lanes)
+            if has_before:
+                differences = builder.fsub(differences, memory.load(1, builder.add(args[2], offset), num_lanes))
+            patterns = builder.bitcast(differences, ir.VectorType(_INT, num_lanes))
+            patterns = builder.and_(patterns, _splat(_INT, 0x7FFFFFFF, num_lanes))
+            old = builder.load(largest)
+            builder.store(builder.select(builder.icmp_unsigned(">", patterns, old), patterns, old), largest)
+
+        widest = [
+            cgutils.alloca_once_value(builder, _splat(_INT, 0, num_lanes)) for num_lanes in (lanes.literal_value, 1)
+        ]
+        _for_chunks(
+            builder, args[3], lanes.literal_value, lambda offset, num_lanes: widen(widest[num_lanes == 1], offset, num_lanes)
+        )
+        whole, rest = (_reduce_max(builder, builder.load(largest)) for largest in widest)
+        return builder.select(builder.icmp_unsigned(">", whole, rest), whole, rest)
+
+    return nb.uint32(values, before, start, length, lanes, flags), generate
+
+
+@intrinsic(prefer_literal=True)
+def quantize(
+    typing_context, values, before, after, unpacked, start, at, length, step, inverse, seed_low, seed_high, bits, lanes, flags
+):
+    """Codes of the group at `values[start:]` into `unpacked[at:]`; what they decode to into `after[start:]`."""
+    num_bits, flag = bits.literal_value, flags.literal_value
+    half, top = float(2 ** (num_bits - 1)), float(2**num_bits - 1)
+
+    def generate(context, builder, signature, args):
+        memory = _Memory(context, builder, signature, args)
+        _, _, _, _, start, at, length, step, inverse, seed_low, seed_high, *_ = args
+
+        def chunk(offset, num_lanes):
+            here = builder.add(start, offset)
+            differences = memory.load(0, here, num_lanes)
+            message = memory.load(1, here, num_lanes) if flag & HAS_BEFORE else None
+            if message is not None:
+                differences = builder.fsub(differences, message)
+            position = builder.fmul(differences, _broadcast(builder, inverse, num_lanes))
+            if flag & IS_STOCHASTIC:
+                position = builder.fadd(position, _splat(_FLOAT, half - 0.5, num_lanes))
+                position = builder.fadd(position, _uniform(builder, here, seed_low, seed_high, num_lanes))
+            else:
+                position = builder.fadd(position, _splat(_FLOAT, half, num_lanes))
+            for comparison, bound in ((">", 0.0), ("<", top)):
+                limit = _splat(_FLOAT, bound, num_lanes)
+                position = builder.select(builder.fcmp_ordered(comparison, position, limit), position, limit)
+            codes = builder.fptosi(position, ir.VectorType(_INT, num_lanes))
+            memory.store(3, builder.add(at, offset), builder.trunc(codes, ir.VectorType(_BYTE, num_lanes)))
+            if flag & HAS_AFTER:
+                memory.store(2, here, _reconstruct(builder, codes, half, step, message))
+
+        _for_chunks(builder, length, lanes.literal_value, chunk)
+        return context.get_dummy_value()
+
+    arguments = (
+        values, before, after, unpacked, start, at, length, step, inverse, seed_low, seed_high, bits, lanes, flags,
+    )  # fmt: skip
+    return nb.void(*arguments), generate
+
+
+@intrinsic(prefer_literal=True)
+def dequantize(typing_context, unpacked, before, out, at, start, length, step, bits, lanes, flags):
+    """What the group of codes at `unpacked[at:]` decodes to, into `out[start:]`."""
+    half, has_before = float(2 ** (bits.literal_value - 1)), flags.literal_value & HAS_BEFORE
+
+    def generate(context, builder, signature, args):
+        memory = _Memory(context, builder, signature, args)
+        _, _, _, at, start, length, step, *_ = args
+
+        def chunk(offset, num_lanes):
+            here = builder.add(start, offset)
+            codes = memory.load(0, builder.add(at, offset), num_lanes)
+            codes = builder.zext(codes, ir.VectorType(_INT, num_lanes))
+            message = memory.load(1, here, num_lanes) if has_before else None
+            memory.store(2, here, _reconstruct(builder, codes, half, step, message))
+
+        _for_chunks(builder, length, lanes.literal_value, chunk)
+        return context.get_dummy_value()
+
+    return nb.void(unpacked, before, out, at, start, length, step, bits, lanes, flags), generate
+
+
+@intrinsic(prefer_literal=True)
+def pack(typing_context, unpacked, codes, offset, nbytes, shift, width):
+    """A plane of a block, `codes[offset : offset + nbytes]`, from its codes; as many as fit in the bytes are read."""
+    low, num_bits = shift.literal_value, width.literal_value
+
+    def generate(context, builder, signature, args):
+        memory = _Memory(context, builder, signature, args)
+        _, _, offset, nbytes, *_ = args
+
+        def chunk(at, num_lanes):
+            packed = None
+            for part in range(8 // num_bits):
+                piece = memory.load(0, builder.add(at, builder.mul(nbytes, nbytes.type(part))), num_lanes)
+                if low:
+                    piece = builder.lshr(piece, _splat(_BYTE, low, num_lanes))
+                piece = builder.and_(piece, _splat(_BYTE, 2**num_bits - 1, num_lanes))
+                if part:
+                    piece = builder.shl(piece, _splat(_BYTE, num_bits * part, num_lanes))
+                packed = piece if packed is None else builder.or_(packed, piece)
+            memory.store(1, builder.add(offset, at), packed)
+
+        _for_chunks(builder, nbytes, min(16 * num_bits, 64), chunk)
+        return context.get_dummy_value()
+
+    return nb.void(unpacked, codes, offset, nbytes, shift, width), generate
+
+
+@intrinsic(prefer_literal=True)
+def unpack(typing_context, codes, unpacked, offset, nbytes, shift, width):
+    """The inverse of `pack`; the plane with shift 0 writes the codes, the others or their bits into them."""
+    low, num_bits = shift.literal_value, width.literal_value
+
+    def generate(context, builder, signature, args):
+        memory = _Memory(context, builder, signature, args)
+        _, _, offset, nbytes, *_ = args
+
+        def chunk(at, num_lanes):
+            packed = memory.load(0, builder.add(offset, at), num_lanes)
+            for part in range(8 // num_bits):
+                piece = builder.lshr(packed, _splat(_BYTE, num_bits * part, num_lanes)) if part else packed
+                piece = builder.and_(piece, _splat(_BYTE, 2**num_bits - 1, num_lanes))
+                index = builder.add(at, builder.mul(nbytes, nbytes.type(part)))
+                if low:
+                    piece = builder.shl(piece, _splat(_BYTE, low, num_lanes))
+                    piece = builder.or_(memory.load(1, index, num_lanes), piece)
+                memory.store(1, index, piece)
+
+        _for_chunks(builder, nbytes, min(16 * num_bits, 64), chunk)
+        return context.get_dummy_value()
+
+    return nb.void(codes, unpacked, offset, nbytes, shift, width), generate
+
+
+def _for_chunks(builder, length, num_lanes, body) -> None:
+    """`body(offset, num_lanes)` for each whole vector of `length` elements, then `body(offset, 1)` for each of the rest."""
+    num_chunks = builder.udiv(length, length.type(num_lanes))
+    with cgutils.for_range(builder, num_chunks) as loop:
+        body(builder.mul(loop.index, length.type(num_lanes)), num_lanes)
+    done = builder.mul(num_chunks, length.type(num_lanes))
+    with cgutils.for_range(builder, builder.sub(length, done)) as loop:
+        body(builder.add(done, loop.index), 1)
+
+
+class _Memory:
+    """Vector loads and stores on the array arguments of one intrinsic, named by their number."""
+
+    def __init__(self, context, builder, signature, args) -> None:
+        self._builder, self._types = builder, signature.args
+        self._bases = {
+            number: context.make_array(kind)(context, builder, arg).data
+            for number, (kind, arg) in enumerate(zip(signature.args, args, strict=True))
+            if isinstance(kind, nb.types.Array)
+        }
+
+    def load(self, array, index, num_lanes):
+        return self._builder.load(self._pointer(array, index, num_lanes), align=self._alignment(array))
+
+    def store(self, array, index, vector) -> None:
+        self._builder.store(vector, self._pointer(array, index, vector.type.count), align=self._alignment(array))
+
+    def _alignment(self, array):
+        return self._types[array].dtype.bitwidth // 8
+
+    def _pointer(self, array, index, num_lanes):
+        base = self._bases[array]
+        return self._builder.bitcast(
+            self._builder.gep(base, [index]), ir.VectorType(base.type.pointee, num_lanes).as_pointer()
+        )
+
+
+def _reduce_max(builder, vector):
+    kind = ir.FunctionType(vector.type.element, [vector.type])
+    name = f"llvm.vector.reduce.umax.v{vector.type.count}i32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector])
+
+
+def _splat(element, constant, num_lanes):
+    return ir.Constant(ir.VectorType(element, num_lanes), [constant] * num_lanes)
+
+
+def _broadcast(builder, scalar, num_lanes):
+    vector = ir.VectorType(scalar.type, num_lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _INT(0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), _splat(_INT, 0, num_lanes))
+
+
+def _reconstruct(builder, codes, half, step, message):
+    """Message + (code + 0.5 - half) * step, each operation rounded by itself; codes as 32-bit lanes."""
+    num_lanes = codes.type.count
+    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), _splat(_FLOAT, 0.5 - half, num_lanes))
+    change = builder.fmul(level, _broadcast(builder, step, num_lanes))
+    return change if message is None else builder.fadd(message, change)
+
+
+def _uniform(builder, start, seed_low, seed_high, num_lanes):
+    """`reference.uniform` at positions start, start + 1, ..."""
+    vector = ir.VectorType(_INT, num_lanes)
+    mixed = _broadcast(builder, builder.trunc(start, _INT), num_lanes)
+    mixed = builder.add(mixed, ir.Constant(vector, list(range(num_lanes))))
+    mixed = builder.mul(mixed, _splat(_INT, 0x9E3779B1, num_lanes))
+    mixed = builder.xor(mixed, _broadcast(builder, seed_low, num_lanes))
+    mixed = builder.xor(mixed, builder.lshr(mixed, _splat(_INT, 16, num_lanes)))
+    mixed = builder.mul(mixed, _splat(_INT, 0x7FEB352D, num_lanes))
+    mixed = builder.xor(mixed, _broadcast(builder, seed_high, num_lanes))
+    mixed = builder.xor(mixed, builder.lshr(mixed, _splat(_INT, 15, num_lanes)))
+    mixed = builder.mul(mixed, _splat(_INT, 0x846CA68B, num_lanes))
+    mixed = builder.xor(mixed, builder.lshr(mixed, _splat(_INT, 16, num_lanes)))
+    whole = builder.sitofp(builder.lshr(mixed, _splat(_INT, 8, num_lanes)), ir.VectorType(_FLOAT, num_lanes))
+    return builder.fmul(whole, _splat(_FLOAT, 2.0**-24, num_lanes))
