@@ -23,6 +23,7 @@ from pipecomp.transport.base import Address, Transport
 from workers import events as e
 
 _CONNECT_S = 120.0
+_UPLOAD_S = 24 * 3600.0
 
 
 class LinkDown(PipecompError):
@@ -214,6 +215,7 @@ class AssignedWork:
         self._note("sending weights to the coordinator")
         named = [pair for module in self._modules.values() for pair in module.named_checkpoint_parameters()]
         count = await send_tensors(self._weights_link, trained_tensors(named, self._aliases))
+        await self._weights_link.drain(timeout_s=_UPLOAD_S)
         self._note("weights are sent")
         return e.WeightsUploaded(num_tensors=count, traffic=self._traffic())
 
