@@ -4,8 +4,9 @@
       ├── coordinator   tells its address through a pipe, hears through another which worker process ended
       ├── worker-0 ...  each one in a process group of its own, so that Ctrl-C reaches launch alone
 
-Nothing outlives launch: a child dies with it by the kernel's parent-death signal (Linux) and, everywhere, by a pipe whose
-end of file a thread of the child waits for. Memory is copied by the fork, so arguments need no pickle.
+Nothing outlives launch: a thread of each child waits for the end of a pipe whose other end launch holds, and on Linux the
+kernel kills the workers besides (not the coordinator, which says first why it ends). Memory is copied by the fork, so
+arguments need no pickle.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ PRELOADED = (
 )
 """What the children import anyway. Only imported: no operation, context or thread may exist before a fork."""
 
+COORDINATOR = "coordinator"
 LEAVE_S = 5.0
 """How long workers get to leave after the coordinator has ended."""
 _PR_SET_PDEATHSIG = 1
@@ -98,7 +100,7 @@ class Launch:
         """Fork, watch, forward signals, reap. Returns the coordinator's exit code."""
         self._catch_signals()
         try:
-            self._coordinator = _Child("coordinator", self._fork("coordinator", self._run_coordinator))
+            self._coordinator = _Child(COORDINATOR, self._fork(COORDINATOR, self._run_coordinator))
             os.close(self._announce[1])
             os.close(self._deaths[0])
             return self._watch()
@@ -153,7 +155,7 @@ class Launch:
             for end in (self._lifeline[1], *self._wake):
                 os.close(end)
             _set_process_name(name)
-            _die_with(parent, self._lifeline[0])
+            _die_with(parent, self._lifeline[0], name)
             code = body()
         except PipecompError as error:
             sys.stderr.write(f"error: {error}\n")
@@ -276,9 +278,9 @@ def describe_status(status: int) -> str:
     return f"exit code {os.waitstatus_to_exitcode(status)}"
 
 
-def _die_with(parent: int, lifeline: int) -> None:
+def _die_with(parent: int, lifeline: int, name: str) -> None:
     """End this process as soon as launch ends, however that happens."""
-    if sys.platform == "linux":
+    if name != COORDINATOR and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -287,6 +289,9 @@ def _die_with(parent: int, lifeline: int) -> None:
     def watch() -> None:
         with contextlib.suppress(OSError):
             os.read(lifeline, 1)
+        if name == COORDINATOR:
+            with contextlib.suppress(OSError, ValueError):
+                os.write(2, b"error: launch was killed; the run ends here, nothing was saved\n")
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="lifeline").start()
