@@ -51,6 +51,11 @@ class ModelFamily(abc.ABC):
     def layer_paths(self, config: TransformersConfig) -> tuple[tuple[str, ...], ...]:
         """For each flat layer the paths of its modules in transformers' causal language model."""
 
+    def max_positions(self, config: TransformersConfig) -> int:
+        """The longest sample the model takes."""
+        positions: int = config.max_position_embeddings
+        return positions
+
     @abc.abstractmethod
     def embed(self, layer: Layer, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """(B, T) token ids and (1, T) positions -> (B, T, H)."""

@@ -61,7 +61,7 @@ def make_plan(
         family=family.model_type,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=family.max_positions(config),
         layers=layers,
         parameters=specs,
         tied=tied,

@@ -30,11 +30,17 @@ class Llama(ModelFamily):
         size = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 67}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-        return {"model_type": "llama", **size, **heads, **tokens, "attention_dropout": 0.0}
+        return {"model_type": self.model_type, **size, **heads, **tokens, "attention_dropout": 0.0}
 
     def layer_paths(self, config: TransformersConfig) -> tuple[tuple[str, ...], ...]:
         blocks = tuple((f"model.layers.{i}",) for i in range(config.num_hidden_layers))
         return ("model.embed_tokens",), *blocks, ("model.norm", "lm_head")
+
+    def max_positions(self, config: TransformersConfig) -> int:
+        """Below a sliding window, where a family has one: up to there every position sees all before it, as here."""
+        window = getattr(config, "sliding_window", None)
+        positions = super().max_positions(config)
+        return positions if window is None else min(positions, window - 1)
 
     def embed(self, layer: Layer, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = layer[0](input_ids)

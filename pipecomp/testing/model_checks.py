@@ -95,6 +95,9 @@ def check_random_weights_depend_on_seed_and_layer_only(config: Config) -> None:
             assert torch.equal(value, whole[name]), f"{name} differs in {len(shards)} stages"
     if model.plan.tied is not None:
         assert torch.equal(whole[model.plan.tied.name], whole[model.plan.tied.alias]), "a tied weight has two values"
+    drawn = [value for value in whole.values() if value.dim() == 2]
+    num_same = sum(a.shape == b.shape and torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
+    assert num_same == (model.plan.tied is not None), "two layers start from the same numbers"
     other = _parameters(_build(model, [_whole_shard(model)], seed=4))
     assert any(not torch.equal(other[name], whole[name]) for name in whole), "the seed does not matter"
 
@@ -128,7 +131,11 @@ def check_a_tied_weight_has_two_gradients_and_one_memory(config: Config) -> None
     tied = model.plan.tied
     if tied is None:
         return
-    module = _build(model, [_whole_shard(model)], seed=0)[0].to("cpu")
+    module = model.build(_whole_shard(model))
+    parameters = dict(module.named_checkpoint_parameters())
+    assert parameters[tied.name] is not parameters[tied.alias], "one Parameter would sum the two gradients"
+    model.initialize(module, None, seed=0)
+    module.to(torch.float64).to(torch.float32)  # any move: tensors that change get memory of their own
     parameters = dict(module.named_checkpoint_parameters())
     assert module.tied_alias_shares_storage
     assert parameters[tied.name] is not parameters[tied.alias]

@@ -16,3 +16,8 @@ from pipecomp.testing import model_checks
 def test_a_family_keeps_the_contract(family: str, tied: bool, check: Callable[[model_checks.Config], None]) -> None:
     config = registry.load("pipecomp.models", family).tiny_config()
     check({**config, "tie_word_embeddings": tied})
+
+
+def test_below_its_sliding_window_a_model_has_the_whole_models_bits() -> None:
+    config = registry.load("pipecomp.models", "mistral").tiny_config()
+    model_checks.check_any_split_has_the_whole_models_bits({**config, "sliding_window": 13})

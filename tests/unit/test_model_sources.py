@@ -190,7 +190,7 @@ def test_a_folder_without_weights_is_refused_unless_random_ones_are_asked_for(co
 
 def test_an_unsupported_family_is_refused_with_those_there_are(copied: Path) -> None:
     edit_config(copied, lambda values: values.update(model_type="bloom"))
-    with pytest.raises(ConfigError, match=r"'bloom' is not supported; supported: gpt2, llama"):
+    with pytest.raises(ConfigError, match=r"'bloom' is not supported; supported: gpt2, llama, mistral, qwen2, qwen3"):
         open_model(ModelConfig(name=str(copied)))
 
 
@@ -290,6 +290,11 @@ def test_a_sample_longer_than_the_model_takes_is_refused() -> None:
     model.initialize(stage, None, seed=0)
     with pytest.raises(ConfigError, match=r"33 tokens in a sample, the model takes 32.*max_length"):
         stage.forward_layers(None, Batch((33,), torch.zeros(1, 33, dtype=torch.int64), None), seeds=None)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 64), (16, 15), (4096, 64)])
+def test_samples_stay_below_a_sliding_window(window: int | None, expected: int) -> None:
+    assert model_from_config(tiny("mistral", sliding_window=window)).plan.max_positions == expected
 
 
 def test_a_family_that_forgets_parameters_is_refused_with_their_names() -> None:
