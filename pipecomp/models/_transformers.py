@@ -155,6 +155,7 @@ class TransformersModel(Model):
         family: the plugin for the configuration's model_type.
         transformers_config: transformers' configuration object, dropout overrides applied.
         config: the same as plain JSON values, without overrides.
+        config_hash: hash of `config`.
         freeze: fnmatch patterns over parameter names.
         weights: where its pretrained tensors are.
     """
