@@ -27,7 +27,6 @@ class _Line:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.outgoing: asyncio.Queue[list[wire.Buffer] | None] = asyncio.Queue()
-        self.tasks: list[asyncio.Task[None]] = []
 
 
 class Peers:
@@ -37,6 +36,8 @@ class Peers:
         self._listener = listener
         self._on_event = on_event
         self._lines: dict[Peer, _Line] = {}
+        self._readers: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.Task[None]] = set()
         self._next_peer = 0
         self._messages = 0
         self._header_nbytes = 0
@@ -52,10 +53,8 @@ class Peers:
             peer, line = Peer(self._next_peer), _Line(connection)
             self._next_peer += 1
             self._lines[peer] = line
-            line.tasks = [
-                asyncio.create_task(self._read(peer, line), name=f"read {peer}"),
-                asyncio.create_task(self._write(peer, line), name=f"write {peer}"),
-            ]
+            _keep(self._readers, asyncio.create_task(self._read(peer, line), name=f"read {peer}"))
+            _keep(self._writers, asyncio.create_task(self._write(peer, line), name=f"write {peer}"))
 
     def send(self, peers: Sequence[Peer], message: ControlMessage, buffers: Sequence[wire.Buffer] = ()) -> None:
         """Queue one message for some peers; those that are gone are left out. Encoded once."""
@@ -85,13 +84,11 @@ class Peers:
 
     async def close(self) -> None:
         """Give what is queued a moment to leave, then close everything."""
-        lines = list(self._lines.values())
         for peer in list(self._lines):
             self.disconnect(peer)
-        writers = [line.tasks[1] for line in lines]
-        if writers:
-            await asyncio.wait(writers, timeout=_LAST_WORDS_S)
-        tasks = [task for line in lines for task in line.tasks]
+        if self._writers:
+            await asyncio.wait(self._writers, timeout=_LAST_WORDS_S)
+        tasks = [*self._readers, *self._writers]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -107,7 +104,7 @@ class Peers:
                 self._on_event(MessageReceived(peer, received.message))
         except (TransportError, RemoteProtocolError) as error:
             self._lost(peer, str(error))
-            await line.connection.close()
+            line.outgoing.put_nowait(None)
 
     async def _write(self, peer: Peer, line: _Line) -> None:
         try:
@@ -127,3 +124,8 @@ class Peers:
         self._messages += 1
         self._header_nbytes += header_nbytes
         self._payload_nbytes += payload_nbytes
+
+
+def _keep(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
