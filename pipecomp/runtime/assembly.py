@@ -225,9 +225,9 @@ class PipelineMaker:
             self._codec(Kind.TIED),
             self._engine.threads,
             self._destination(Kind.TIED, stages[-1].stage if is_embedding else stages[0].stage),
+            own_stage=stages[0].stage if is_embedding else stages[-1].stage,
             name=tied.name,
             parameter=mine[tied.name if is_embedding else tied.alias],
-            is_embedding=is_embedding,
             run_seed=self._config.train.seed,
         )
 

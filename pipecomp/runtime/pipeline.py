@@ -19,7 +19,7 @@ import torch
 
 from pipecomp.errors import CodecError, LocalProtocolError
 from pipecomp.models.base import Batch
-from pipecomp.protocol.link import check_tensor_message
+from pipecomp.protocol.checks import check_tensor_message
 from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, TensorMessage
 from pipecomp.runtime.batches import check_refs, make_batches
 from pipecomp.runtime.channel import CodecThreads, Destination, Inbox, OutChannel

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pipecomp.codecs.base import Codec
-from pipecomp.errors import RemoteProtocolError
+from pipecomp.protocol.checks import check_gradient_message
 from pipecomp.protocol.messages import GradientMessage
 from pipecomp.protocol.wire import Received
 from pipecomp.runtime.channel import CodecThreads, Destination, Inbox
@@ -42,18 +42,20 @@ class TiedExchange:
         threads: CodecThreads,
         to: Destination,
         *,
+        own_stage: int,
         name: str,
         parameter: torch.nn.Parameter,
-        is_embedding: bool,
         run_seed: int,
     ) -> None:
+        """`to` is the other end, `own_stage` this one; the embedding is the one at stage 0."""
         self.parameter = parameter
         self._inbox = inbox
         self._codec = codec
         self._threads = threads
         self._to = to
         self._name = name
-        self._is_embedding = is_embedding
+        self._own_stage = own_stage
+        self._is_embedding = own_stage == 0
         self._run_seed = run_seed
 
     async def exchange(self, step: int) -> None:
@@ -66,7 +68,7 @@ class TiedExchange:
         try:
             for (start, rows), mine_is_there in zip(pieces, encoded, strict=True):
                 received = await self._inbox.take(self._to.kind, step, start)
-                self._check(received, start, rows.numel())
+                self._check(received, rows.numel())
                 await mine_is_there.wait()
                 frame = np.frombuffer(received.buffers[0], np.uint8)
                 await self._threads.run(functools.partial(self._add, rows, frame))
@@ -87,13 +89,20 @@ class TiedExchange:
             done.set()
             await self._send(step, start, rows.numel(), buffer)
 
-    def _check(self, received: Received, start: int, num_values: int) -> None:
+    def _check(self, received: Received, num_values: int) -> None:
+        """Law 6; the offset is what the inbox found the message by."""
         message = received.message
         assert isinstance(message, GradientMessage)
-        got = (message.name, message.num_values, message.codec)
-        expected = (self._name, num_values, self._codec.name)
-        if got != expected:
-            raise RemoteProtocolError(f"tied gradient from value {start} on: expected {expected}, got {got}")
+        check_gradient_message(
+            message,
+            run=self._to.run,
+            epoch=self._to.epoch,
+            replica=self._to.replica,
+            stage=self._own_stage,
+            codec=self._codec.name,
+            name=self._name,
+            num_values=num_values,
+        )
 
     def _pieces(self, gradient: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         width = gradient.shape[1]
