@@ -8,7 +8,7 @@ fast-math flag is set and no multiply is fused with an add, so every lane has th
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201, ANN202, ARG001
+# ruff: noqa: ANN001, ANN202, ARG001
 
 from __future__ import annotations
 
@@ -42,7 +42,13 @@ def absmax_bits(typing_context, values, before, start, length, lanes, flags):
     def generate(context, builder, signature, args):
         memory = _Memory(context, builder, signature, args)
 
-        def widen(largest, offset, num_lanes):
+        widest = {
+            num_lanes: cgutils.alloca_once_value(builder, _splat(_INT, 0, num_lanes))
+            for num_lanes in _widths(lanes.literal_value)
+        }
+
+        def chunk(offset, num_lanes):
+            largest = widest[num_lanes]
             differences = memory.load(0, builder.add(args[2], offset), num_lanes)
             if has_before:
                 differences = builder.fsub(differences, memory.load(1, builder.add(args[2], offset), num_lanes))
@@ -51,21 +57,33 @@ def absmax_bits(typing_context, values, before, start, length, lanes, flags):
             old = builder.load(largest)
             builder.store(builder.select(builder.icmp_unsigned(">", patterns, old), patterns, old), largest)
 
-        widest = [
-            cgutils.alloca_once_value(builder, _splat(_INT, 0, num_lanes)) for num_lanes in (lanes.literal_value, 1)
-        ]
-        _for_chunks(
-            builder, args[3], lanes.literal_value, lambda offset, num_lanes: widen(widest[num_lanes == 1], offset, num_lanes)
-        )
-        whole, rest = (_reduce_max(builder, builder.load(largest)) for largest in widest)
-        return builder.select(builder.icmp_unsigned(">", whole, rest), whole, rest)
+        _for_chunks(builder, args[3], lanes.literal_value, chunk)
+        result = _INT(0)
+        for largest in widest.values():
+            candidate = _reduce_max(builder, builder.load(largest))
+            result = builder.select(builder.icmp_unsigned(">", candidate, result), candidate, result)
+        return result
 
     return nb.uint32(values, before, start, length, lanes, flags), generate
 
 
 @intrinsic(prefer_literal=True)
 def quantize(
-    typing_context, values, before, after, unpacked, start, at, length, step, inverse, seed_low, seed_high, bits, lanes, flags
+    typing_context,
+    values,
+    before,
+    after,
+    unpacked,
+    start,
+    at,
+    length,
+    step,
+    inverse,
+    seed_low,
+    seed_high,
+    bits,
+    lanes,
+    flags,
 ):
     """Codes of the group at `values[start:]` into `unpacked[at:]`; what they decode to into `after[start:]`."""
     num_bits, flag = bits.literal_value, flags.literal_value
@@ -179,14 +197,20 @@ def unpack(typing_context, codes, unpacked, offset, nbytes, shift, width):
     return nb.void(codes, unpacked, offset, nbytes, shift, width), generate
 
 
+def _widths(num_lanes):
+    """A range is cut into vectors of `num_lanes`, what is left into vectors of 16, what is left then into single lanes."""
+    return (num_lanes, 16, 1) if num_lanes > 16 else (num_lanes, 1)
+
+
 def _for_chunks(builder, length, num_lanes, body) -> None:
-    """`body(offset, num_lanes)` for each whole vector of `length` elements, then `body(offset, 1)` for each of the rest."""
-    num_chunks = builder.udiv(length, length.type(num_lanes))
-    with cgutils.for_range(builder, num_chunks) as loop:
-        body(builder.mul(loop.index, length.type(num_lanes)), num_lanes)
-    done = builder.mul(num_chunks, length.type(num_lanes))
-    with cgutils.for_range(builder, builder.sub(length, done)) as loop:
-        body(builder.add(done, loop.index), 1)
+    """`body(offset, width)` for the chunks of 0 .. length - 1, from left to right."""
+    done = length.type(0)
+    for width in _widths(num_lanes):
+        left = builder.sub(length, done)
+        num_chunks = builder.udiv(left, length.type(width))
+        with cgutils.for_range(builder, num_chunks) as loop:
+            body(builder.add(done, builder.mul(loop.index, length.type(width))), width)
+        done = builder.add(done, builder.mul(num_chunks, length.type(width)))
 
 
 class _Memory:

@@ -5,10 +5,15 @@ one function with one signature and one name, hence one file in Numba's cache, s
 time never write each other's entries.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+# ruff: noqa: ANN001, ANN201, ANN202, ANN401, ARG001 - what Numba compiles is typed by Numba
+
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba as nb
@@ -63,7 +68,7 @@ class Config(NamedTuple):
 
     layout: Layout
     rounding: Rounding
-    has_message: bool
+    has_message: bool  # messages go in and come out, or neither
 
 
 def encode(
@@ -108,8 +113,7 @@ def squared_norms(
 def warm_up(configs: Iterable[Config]) -> None:
     """Compile, or load from the cache, every kernel that these calls need, so that no step of a run waits for a compiler."""
     for layout, rounding, has_message in configs:
-        for has_out in (False, True):
-            _encode_kernel(layout.bits, layout.scale, rounding, has_message, has_out, _fixed(layout.group))
+        _encode_kernel(layout.bits, layout.scale, rounding, has_message, has_message, _fixed(layout.group))
         _decode_kernel(layout.bits, layout.scale, has_message, _fixed(layout.group))
     _norms_kernel()
 
@@ -118,22 +122,32 @@ def _fixed(group: int) -> int:
     return group if group in FIXED_GROUPS else 0
 
 
-def _compile(function: Callable[..., Any], signature: Any, name: str) -> Callable[..., Any]:  # noqa: ANN401 - numba's
-    function.__name__ = function.__qualname__ = name
+def _compile(function: Callable[..., Any], signature: Any, name: str) -> Callable[..., Any]:
+    """Compile now, or load: Numba keeps one file a name, in NUMBA_CACHE_DIR, beside this module, or in the user's cache."""
+    function.__name__ = function.__qualname__ = f"{name}_{_sources()}"
     try:
-        return nb.njit(signature, nogil=True, cache=True)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder that Numba may write: compile in memory, in each process
-        return nb.njit(signature, nogil=True)(function)  # type: ignore[no-any-return]
+        return nb.njit(signature, nogil=True, cache=True)(function)
+    except (RuntimeError, OSError):  # no folder that Numba may write, or it is full: compile in memory, in each process
+        return nb.njit(signature, nogil=True)(function)
+
+
+@functools.cache
+def _sources() -> str:
+    """Digest of all that kernels are made of. Numba itself would look at this file alone, and load kernels made of old parts."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 @nb.njit
-def block_of(group):  # type: ignore[no-untyped-def]
+def block_of(group):
     """`ops.block_length`, for kernels."""
     return group * ((MIN_BLOCK + group - 1) // group)
 
 
 @nb.njit
-def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):  # type: ignore[no-untyped-def]
+def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):
     """The bits, in the scale's dtype, of a step that is at most the largest; by integers, so that no target needs a float16."""
     if step < smallest:
         return np.uint32(0)
@@ -158,7 +172,7 @@ def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):  # type: ignore[no-u
 
 
 @nb.njit
-def scale_value(pattern, is_fp32, is_fp16):  # type: ignore[no-untyped-def]
+def scale_value(pattern, is_fp32, is_fp16):
     """The float32 that a scale's bits stand for; NaN for a pattern that no encoder writes."""
     if is_fp32:
         return as_float(pattern)
@@ -172,14 +186,14 @@ def scale_value(pattern, is_fp32, is_fp16):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_scale(scales, offset, pattern, nbytes):  # type: ignore[no-untyped-def]
+def write_scale(scales, offset, pattern, nbytes):
     """The low `nbytes` bytes of `pattern`, little-endian, to `scales[offset:]`."""
     for byte in range(nbytes):
         scales[offset + byte] = np.uint8((pattern >> np.uint32(8 * byte)) & np.uint32(0xFF))
 
 
 @nb.njit
-def read_scale(scales, offset, nbytes):  # type: ignore[no-untyped-def]
+def read_scale(scales, offset, nbytes):
     """The inverse of `write_scale`."""
     pattern = np.uint32(0)
     for byte in range(nbytes):
@@ -188,7 +202,7 @@ def read_scale(scales, offset, nbytes):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def plane_nbytes(length, width):  # type: ignore[no-untyped-def]
+def plane_nbytes(length, width):
     """Bytes of one plane of a block of `length` codes."""
     return (length * width + 7) // 8
 
@@ -198,7 +212,7 @@ def plane_nbytes(length, width):  # type: ignore[no-untyped-def]
 _INLINE = {"prefer_literal": True, "jit_options": {"forceinline": True}}
 
 
-def encode_group(  # type: ignore[no-untyped-def]
+def encode_group(
     values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
 ):
     """Scale, codes and message of one group; return the bits of its absmax."""
@@ -206,7 +220,7 @@ def encode_group(  # type: ignore[no-untyped-def]
 
 
 @overload(encode_group, **_INLINE)
-def _encode_group(  # type: ignore[no-untyped-def]
+def _encode_group(
     values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
 ):
     is_up = bool(flags.literal_value & IS_STOCHASTIC)
@@ -216,8 +230,22 @@ def _encode_group(  # type: ignore[no-untyped-def]
     smallest, largest = smallest_step(name), largest_step(num_bits, name)
     is_fp32, is_fp16, scale_nbytes = name == "fp32", name == "fp16", SCALE_NBYTES[name]
 
-    def inlined(  # type: ignore[no-untyped-def]
-        values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
+    def inlined(
+        values,
+        before,
+        after,
+        scales,
+        unpacked,
+        start,
+        at,
+        length,
+        scale_at,
+        seed_low,
+        seed_high,
+        bits,
+        scale,
+        lanes,
+        flags,
     ):
         absmax = absmax_bits(values, before, start, length, num_lanes, flag)
         step = min(as_float(absmax) * factor, largest)
@@ -226,32 +254,39 @@ def _encode_group(  # type: ignore[no-untyped-def]
         step = scale_value(pattern, is_fp32, is_fp16)
         inverse = np.float32(1) / step if step > np.float32(0) else np.float32(0)
         quantize(
-            values, before, after, unpacked, start, at, length, step, inverse, seed_low, seed_high, num_bits, num_lanes, flag
+            values,
+            before,
+            after,
+            unpacked,
+            start,
+            at,
+            length,
+            step,
+            inverse,
+            seed_low,
+            seed_high,
+            num_bits,
+            num_lanes,
+            flag,
         )
         return absmax
 
     return inlined
 
 
-def decode_group(  # type: ignore[no-untyped-def]
-    scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags
-):
+def decode_group(scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
     """The values of one group; return whether its scale is one that an encoder writes."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(decode_group, **_INLINE)
-def _decode_group(  # type: ignore[no-untyped-def]
-    scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags
-):
+def _decode_group(scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
     num_bits, name = bits.literal_value, _SCALES[scale.literal_value]
     num_lanes, flag = lanes.literal_value, flags.literal_value
     smallest, largest = smallest_step(name), largest_step(num_bits, name)
     is_fp32, is_fp16, scale_nbytes = name == "fp32", name == "fp16", SCALE_NBYTES[name]
 
-    def inlined(  # type: ignore[no-untyped-def]
-        scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags
-    ):
+    def inlined(scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
         pattern = read_scale(scales, scale_at, scale_nbytes)
         step = scale_value(pattern, is_fp32, is_fp16)
         dequantize(unpacked, before, out, at, start, length, step, num_bits, num_lanes, flag)
@@ -260,17 +295,17 @@ def _decode_group(  # type: ignore[no-untyped-def]
     return inlined
 
 
-def pack_block(unpacked, length, codes, offset, bits):  # type: ignore[no-untyped-def]
+def pack_block(unpacked, length, codes, offset, bits):
     """All planes of a block of `length` codes to `codes[offset:]`; return the offset after them."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(pack_block, **_INLINE)
-def _pack_block(unpacked, length, codes, offset, bits):  # type: ignore[no-untyped-def]
+def _pack_block(unpacked, length, codes, offset, bits):
     low, middle, high = (*PLANES[bits.literal_value], 0, 0)[:3]
     second, third = low, low + middle
 
-    def inlined(unpacked, length, codes, offset, bits):  # type: ignore[no-untyped-def]
+    def inlined(unpacked, length, codes, offset, bits):
         if length % 8:
             unpacked[length : length + PADDING] = 0
         nbytes = plane_nbytes(length, low)
@@ -289,17 +324,17 @@ def _pack_block(unpacked, length, codes, offset, bits):  # type: ignore[no-untyp
     return inlined
 
 
-def unpack_block(codes, offset, unpacked, length, bits):  # type: ignore[no-untyped-def]
+def unpack_block(codes, offset, unpacked, length, bits):
     """The inverse; return the offset after the block, and whether its padding bits are 0."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(unpack_block, **_INLINE)
-def _unpack_block(codes, offset, unpacked, length, bits):  # type: ignore[no-untyped-def]
+def _unpack_block(codes, offset, unpacked, length, bits):
     low, middle, high = (*PLANES[bits.literal_value], 0, 0)[:3]
     second, third = low, low + middle
 
-    def inlined(codes, offset, unpacked, length, bits):  # type: ignore[no-untyped-def]
+    def inlined(codes, offset, unpacked, length, bits):
         if length % 8:
             unpacked[length : length + PADDING] = 0
         nbytes = plane_nbytes(length, low)
@@ -330,8 +365,8 @@ def _encode_kernel(
     scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
-    def kernel(values, before, after, scales, codes, any_group, seed_low, seed_high):  # type: ignore[no-untyped-def]
-        group = fixed_group if fixed_group else any_group
+    def kernel(values, before, after, scales, codes, any_group, seed_low, seed_high):
+        group = fixed_group or any_group
         block = block_of(group)
         num_values = values.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
@@ -367,8 +402,8 @@ def _decode_kernel(bits: int, scale: Scale, has_in: bool, fixed_group: int) -> C
     scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
-    def kernel(scales, codes, before, out, any_group):  # type: ignore[no-untyped-def]
-        group = fixed_group if fixed_group else any_group
+    def kernel(scales, codes, before, out, any_group):
+        group = fixed_group or any_group
         block = block_of(group)
         num_values = out.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
@@ -380,7 +415,18 @@ def _decode_kernel(bits: int, scale: Scale, has_in: bool, fixed_group: int) -> C
             is_good &= is_padded
             for at in range(0, block, group):
                 is_good &= decode_group(
-                    scales, unpacked, before, out, scale_at, at, block_start + at, group, bits, scale_index, lanes, flags
+                    scales,
+                    unpacked,
+                    before,
+                    out,
+                    scale_at,
+                    at,
+                    block_start + at,
+                    group,
+                    bits,
+                    scale_index,
+                    lanes,
+                    flags,
                 )
                 scale_at += scale_nbytes
         offset, is_padded = unpack_block(codes, offset, unpacked, num_values - whole, bits)
@@ -398,7 +444,7 @@ def _decode_kernel(bits: int, scale: Scale, has_in: bool, fixed_group: int) -> C
 
 @functools.cache
 def _norms_kernel() -> Callable[..., Any]:
-    def kernel(values, before, after, has_before):  # type: ignore[no-untyped-def]
+    def kernel(values, before, after, has_before):
         error = change = size = 0.0
         for i in range(values.size):
             value = np.float64(values[i])

@@ -93,7 +93,10 @@ def scales_nbytes(num_values: int, layout: Layout) -> int:
 
 
 def step_factor(bits: int, rounding: Rounding) -> np.float32:
-    """step = absmax * step_factor. Nearest: 2^bits cells cover [-absmax, absmax]. Stochastic: the outermost levels are +-absmax."""
+    """What absmax is multiplied with to give the step.
+
+    Nearest: 2^bits cells of one step cover [-absmax, absmax]. Stochastic: the outermost levels are -absmax and absmax.
+    """
     if rounding == "nearest":
         return np.float32(2.0 ** (1 - bits))
     return np.float32(2.0 / (2**bits - 1))
@@ -159,7 +162,7 @@ def encode(
     _check_outputs(outputs, inputs)
     if num_values == 0:
         return
-    backend = _backend(values)
+    backend = _backend()
     if not backend.encode(values, layout, scales, codes, message_in, message_out, rounding, seed % 2**64):
         raise NonFiniteValues(_where_not_finite(values, message_in))
 
@@ -202,7 +205,7 @@ def decode(
     _check_outputs([("out", out)], inputs)
     if num_values == 0:
         return
-    if not _backend(out).decode(scales, codes, layout, out, message_in):
+    if not _backend().decode(scales, codes, layout, out, message_in):
         raise CorruptPayload("the payload holds a scale or padding bits that no encoder writes")
 
 
@@ -218,12 +221,12 @@ def squared_norms(
     _check_floats("message_out", message_out, num_values)
     if message_in is not None:
         _check_floats("message_in", message_in, num_values)
-    error, change, size = _backend(values).squared_norms(values, message_in, message_out)
+    error, change, size = _backend().squared_norms(values, message_in, message_out)
     return float(error), float(change), float(size)
 
 
-def _backend(array: FloatArray) -> types.ModuleType:
-    """Imported when first needed: compilers are heavy. A device's arrays get their own module here."""
+def _backend() -> types.ModuleType:
+    """Imported when first needed: a compiler is heavy. Arrays of other devices, with kernels of their own, would branch here."""
     from pipecomp.native import cpu
 
     return cpu

@@ -157,7 +157,7 @@ def pack(unpacked: npt.NDArray[np.uint8], layout: Layout) -> ByteArray:
     """(n,) codes -> (codes_nbytes,) bytes, block by block, plane by plane (drawn in `ops`)."""
     length = block_length(layout.group)
     planes = [
-        _pack_plane(unpacked[start : start + length] >> shift, width)
+        _pack_plane(unpacked[start : start + length] >> np.uint8(shift), width)
         for start in range(0, unpacked.size, length)
         for shift, width in _shifts(layout.bits)
     ]
