@@ -106,17 +106,17 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
         ConfigError: the run file names something that cannot be used.
     """
     model = open_model(config.model)
-    tokenizer = load_tokenizer(config.data.tokenizer or config.model.name, config.model.revision)
-    if len(tokenizer) > model.plan.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {model.plan.vocab_size}: "
-            "set data.tokenizer to the model's own"
-        )
+    if config.data.tokenizer is not None:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    else:
+        tokenizer = load_tokenizer(config.model.name, config.model.revision)
     if config.data.max_length > model.plan.max_positions:
         raise ConfigError(
             f"data.max_length = {config.data.max_length} is more than the {model.plan.max_positions} positions of the model"
         )
     train, held_out = _read_data(config, tokenizer, cache_folder)
+    for dataset in (train, held_out):
+        _check_tokens(dataset, model.plan.vocab_size)
     batches = Batches(train, held_out, config.train)
     stage_plan = _split(config, model, train)
     terms = RunTerms(
@@ -158,10 +158,24 @@ def _read_data(config: RunConfig, tokenizer: Any, cache_folder: Path | None) -> 
     else:
         default = min(MAX_HELD_OUT, max(1, len(train) // 20)) if len(train) > 1 else 0
         size = default if data.max_eval_samples is None else data.max_eval_samples
+        if size >= len(train):
+            raise ConfigError(
+                f"data.max_eval_samples = {size}, but {data.train} gives {len(train)} samples and some must be left to train "
+                "on; lower it, or name a file of its own as data.eval"
+            )
         train, held_out = hold_out(train, size, config.train.seed) if size else (train, None)
     if data.max_train_samples is not None:
         train = train[: data.max_train_samples]
     return train, held_out if held_out is not None and len(held_out) else None
+
+
+def _check_tokens(dataset: Dataset | None, vocab_size: int) -> None:
+    largest = -1 if dataset is None else int(dataset.table.input_ids.max(initial=-1))
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer gives token {largest}, the model's vocabulary ends at {vocab_size - 1}: set data.tokenizer to the "
+            "model's own"
+        )
 
 
 def _split(config: RunConfig, model: Model, train: Dataset) -> StagePlan:

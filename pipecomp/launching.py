@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 from pipecomp.config import RunConfig
@@ -93,21 +93,24 @@ class Launch:
         self._lifeline = os.pipe()  # nobody writes; its end of file is launch's death
         self._announce = os.pipe()
         self._deaths = os.pipe()
-        self._signals: list[int] = []
         self._wake = os.pipe()
+        self._open_ends = {*self._lifeline, *self._announce, *self._deaths, *self._wake}
+        self._signals: list[int] = []
+        self._num_signals = 0
 
     def run(self) -> int:
         """Fork, watch, forward signals, reap. Returns the coordinator's exit code."""
-        self._catch_signals()
         try:
-            self._coordinator = _Child(COORDINATOR, self._fork(COORDINATOR, self._run_coordinator))
-            os.close(self._announce[1])
-            os.close(self._deaths[0])
-            return self._watch()
+            with self._signals_caught():
+                self._coordinator = _Child(COORDINATOR, self._fork(COORDINATOR, self._run_coordinator))
+                self._close(self._announce[1], self._deaths[0])
+                return self._watch()
         finally:
             self._end_workers(0.0)
             if self._coordinator is not None:
                 _kill(self._coordinator.process_id)
+                os.waitpid(self._coordinator.process_id, 0)
+            self._close(*self._open_ends)
 
     # ------------------------------------------------------------ children
 
@@ -220,7 +223,9 @@ class Launch:
     def _conclude(self, status: int) -> int:
         if os.WIFSIGNALED(status):
             self._end_workers(0.0)
-            if self._signals_seen and os.WTERMSIG(status) in (signal.SIGINT, signal.SIGTERM):
+            if sys.stdout.isatty():
+                sys.stdout.write("\x1b[?25h")  # its progress bar had hidden the cursor
+            if self._num_signals and os.WTERMSIG(status) in (signal.SIGINT, signal.SIGTERM):
                 return 130
             raise WorkerFailed(f"the coordinator was {describe_status(status)}; its workers were ended, nothing was saved")
         code = os.waitstatus_to_exitcode(status)
@@ -248,24 +253,40 @@ class Launch:
 
     # ------------------------------------------------------------ signals
 
-    def _catch_signals(self) -> None:
-        self._signals_seen = 0
+    @contextlib.contextmanager
+    def _signals_caught(self) -> Iterator[None]:
+        """Signals are noted and wake the loop; afterwards they mean again what they meant."""
         for end in self._wake:
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _frame: self._signals.append(number))
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        handlers: dict[int, Callable[[int, object], None]] = {
+            signal.SIGINT: lambda number, _frame: self._signals.append(number),
+            signal.SIGTERM: lambda number, _frame: self._signals.append(number),
+            signal.SIGCHLD: lambda _number, _frame: None,
+        }
+        wake_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wake_before)
 
     def _forward_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            self._signals_seen += 1
+            self._num_signals += 1
             if self._coordinator is None:
                 continue
-            forwarded = signal.SIGKILL if self._signals_seen > 2 else number
+            forwarded = signal.SIGKILL if self._num_signals > 2 else number
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._coordinator.process_id, forwarded)
+
+
+    def _close(self, *ends: int) -> None:
+        for end in ends:
+            os.close(end)
+        self._open_ends -= {*ends}
 
 
 def describe_status(status: int) -> str:

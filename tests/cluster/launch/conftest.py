@@ -42,7 +42,6 @@ output_dir = "%(folder)s/model"
 [cluster]
 num_stages = 2
 heartbeat_interval_s = 0.2
-heartbeat_timeout_s = 3.0
 """
 
 
@@ -130,10 +129,7 @@ class LaunchedRun:
                 self.seen[name] = int(folder.name)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        pid = self.find(name)
-        for other in ("coordinator", "worker-0", "worker-1"):
-            self.find(other)
-        os.kill(pid, number)
+        os.kill(self.find(name), number)
 
     def exit_status(self, timeout_s: float = END_S) -> int:
         status = self._server.ask({"wait": self.pid, "timeout_s": timeout_s})["status"]
@@ -165,6 +161,8 @@ def launched(launch_server: LaunchServer, tmp_path: Path) -> Iterator[Callable[.
 
     def start(*overrides: str) -> LaunchedRun:
         runs.append(LaunchedRun(launch_server, tmp_path, list(overrides)))
+        for name in ("coordinator", "worker-0", "worker-1"):
+            runs[-1].find(name)
         return runs[-1]
 
     yield start

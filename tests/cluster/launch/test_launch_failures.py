@@ -22,8 +22,8 @@ def reach(run, moment: str) -> None:
 
 
 def overrides_for(moment: str) -> tuple[str, ...]:
-    """Slow links stretch a step's forwards and backwards to where a kill lands in them."""
-    return ("train.max_steps=2",) if moment == "collecting" else SLOW_LINKS
+    """Slow links stretch a step's forwards and backwards, and the way home, to where a kill lands in them."""
+    return (*SLOW_LINKS, "train.max_steps=1") if moment == "collecting" else SLOW_LINKS
 
 
 def check_worker_is_named(run, worker: str, moment: str) -> None:
