@@ -1,0 +1,82 @@
+"""The command line: what it offers, and how it says no."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipecomp
+from pipecomp import launching
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from pipecomp.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", **environment},
+    )
+
+
+def test_the_version_is_the_packages():
+    assert run("--version").stdout == f"pipecomp {pipecomp.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("launch", {"--set", "--summary", "--log", "--quiet"}),
+        ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--quiet"}),
+        ("worker", {"--coordinator", "--name", "--bind", "--advertise", "--model", "--threads", "--device"}),
+        ("bench kernels", {"--json"}),
+    ],
+)
+def test_every_command_has_these_flags_and_no_others(command, flags):
+    listed = {word.rstrip(",") for line in run(*command.split(), "--help").stdout.splitlines() for word in line.split()[:2]}
+    assert {word for word in listed if word.startswith("--")} - {"--help"} == flags
+
+
+def test_a_mistake_is_one_line_and_a_failing_exit():
+    result = run("launch", "nowhere.toml")
+    assert result.returncode == 1
+    assert result.stderr == "error: cannot read the run file nowhere.toml: No such file or directory\n"
+
+
+def test_the_traceback_is_there_for_those_who_ask():
+    assert "Traceback" in run("launch", "nowhere.toml", PIPECOMP_DEBUG="1").stderr
+
+
+def test_a_key_that_does_not_exist_is_named_with_its_neighbour(tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n')
+    result = run("launch", str(tmp_path / "run.toml"), "--set", "train.learning_rat=1")
+    assert "unknown key 'learning_rat'; did you mean 'learning_rate'?" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_address_that_cannot_be_bound_is_one_line(tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n')
+    result = run("coordinator", str(tmp_path / "run.toml"), "--bind", "here")
+    assert result.returncode == 1
+    assert result.stderr == "error: --bind here: write HOST:PORT, for example 0.0.0.0:7700 (port 0 takes a free one)\n"
+
+
+def test_a_device_that_is_not_supported_is_refused():
+    result = run("worker", "--coordinator", "h:1", "--device", "tpu")
+    assert result.returncode == 2
+    assert "'tpu' is not supported; allowed: cpu, auto" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(9, "killed by signal 9 (SIGKILL)"), (3 << 8, "exit code 3"), (0, "exit code 0"), (50, "killed by signal 50")],
+)
+def test_a_wait_status_is_told_in_words(status, text):
+    assert launching.describe_status(status) == text
