@@ -222,6 +222,6 @@ def _entries(model: Model) -> dict[str, TensorEntry]:
             dtype=found.dtype,
             shape=found.shape,
             nbytes=found.nbytes,
-            content_hash=f"{reader.digest(parameter.name):016x}",
+            content_hash=reader.digest(parameter.name),
         )
     return entries

@@ -1,0 +1,121 @@
+"""Everything that is read before workers are let in, from real files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.preparation import prepare_run
+from pipecomp.config import RunConfig, parse_run_config
+from pipecomp.errors import ConfigError
+from pipecomp.protocol import messages as m
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+GPT2 = {
+    "model_type": "gpt2", "n_layer": 3, "n_embd": 8, "n_head": 2, "n_positions": 32, "vocab_size": 1024,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def make_config(**sections: dict[str, object]) -> RunConfig:
+    tree = {
+        "model": {"config": GPT2},
+        "data": {
+            "train": str(EXAMPLES / "state-of-the-union.jsonl"),
+            "tokenizer": str(EXAMPLES / "demo-gpt2"),
+            "max_length": 32,
+            "max_train_samples": 10,
+            "max_eval_samples": 4,
+        },
+        "train": {"batch_size": 4, "num_microbatches": 2},
+        "cluster": {"num_stages": 2},
+    }
+    merged = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {*tree, *sections}}
+    return parse_run_config(merged)
+
+
+def joins(count: int) -> list[m.Join]:
+    return [
+        m.Join(
+            protocol_version=1, version="1", worker=f"w{i}", host="h", process_id=i, data_address=f"memory://{i}",
+            device="cpu", num_cores=1, memory_nbytes=1,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def test_terms_say_how_many_steps_there_are(tmp_path):
+    terms = prepare_run(make_config(train={"batch_size": 4, "num_train_epochs": 2}), tmp_path).terms
+    assert (terms.steps_per_epoch, terms.total_steps) == (3, 6)
+    assert sum(size.samples for size in terms.evaluation_sizes) == 4
+
+
+def test_max_steps_cuts_the_last_epoch(tmp_path):
+    assert prepare_run(make_config(train={"batch_size": 4, "max_steps": 2}), tmp_path).terms.total_steps == 2
+
+
+def test_no_sample_is_both_trained_and_held_out(tmp_path):
+    run = prepare_run(make_config(data={"max_train_samples": None}), tmp_path)
+    assert run.num_held_out == 4
+    assert run.num_samples > 100
+
+
+def test_an_assignment_names_every_stage_and_its_own_rank(tmp_path):
+    run = prepare_run(make_config(cluster={"num_stages": 2, "tied_weights": "colocate"}), tmp_path)
+    assignment = run.assignment("r", 1, 1, joins(2), num_threads=3)
+    assert [(stage.rank, stage.first_layer, stage.end_layer) for stage in assignment.stages][-1] == (0, 4, 5)
+    assert assignment.stages[1].data_address == "memory://1"
+    assert (assignment.rank, assignment.tied, assignment.random_weights, assignment.tensors) == (1, "local", True, ())
+    assert assignment.config["train"]["batch_size"] == 4
+
+
+def test_only_stages_behind_something_trainable_send_gradients_back(tmp_path):
+    frozen = {"freeze": ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*", "transformer.h.1.*"]}
+    run = prepare_run(make_config(model=frozen, cluster={"num_stages": 5}), tmp_path)
+    stages = run.assignment("r", 1, 0, joins(5), num_threads=0).stages
+    assert [stage.needs_input_gradient for stage in stages] == [False, False, False, False, True]
+
+
+def test_a_tied_weight_that_is_frozen_needs_no_exchange(tmp_path):
+    run = prepare_run(make_config(model={"freeze": ["transformer.wte.*"]}), tmp_path)
+    assert run.stage_plan.tied == "none"
+
+
+def test_a_worker_sends_back_what_it_holds_and_no_alias(tmp_path):
+    run = prepare_run(make_config(cluster={"num_stages": 2, "tied_weights": "exchange"}), tmp_path)
+    names = [set(run.shapes(rank)) for rank in range(2)]
+    assert names[0].isdisjoint(names[1])
+    assert names[0] | names[1] == {p.name for p in run.model.plan.parameters}
+    assert "lm_head.weight" not in names[0] | names[1]
+
+
+def test_pretrained_weights_are_listed_with_their_hashes(tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2))
+    model.save_pretrained(tmp_path / "model")
+    config = make_config(model={"name": str(tmp_path / "model"), "config": None}, cluster={"tied_weights": "exchange"})
+    run = prepare_run(config, tmp_path)
+    tensors = [run.assignment("r", 1, rank, joins(2), 0).tensors for rank in range(2)]
+    assert all(len(entry.content_hash) == 16 for part in tensors for entry in part)
+    assert {entry.name for part in tensors for entry in part} == {p.name for p in run.model.plan.parameters}
+    assert "transformer.wte.weight" in {entry.name for entry in tensors[1]}, "the head reads the tied weight too"
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"data": {"max_length": 33}}, "data.max_length = 33"),
+        ({"model": {"config": {**GPT2, "vocab_size": 100}}}, "the model's vocabulary ends at 99"),
+        ({"data": {"max_eval_samples": 10**6}}, "data.max_eval_samples = 1000000"),
+        ({"cluster": {"num_stages": 9}}, "9"),
+        ({"compression": {"backward": {"codec": "uniform", "bitz": 8}}}, "bitz"),
+        ({"compression": {"forward": {"codec": "nonesuch"}}}, "nonesuch"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, sections, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        prepare_run(make_config(**sections), tmp_path)
