@@ -59,8 +59,12 @@ class Side:
         self.sent: list[bytes] = []
         self.delivered: list[bytes] = []
         self.untaken: dict[int, int] = {}  # sequence: bytes
+        self.late: list[Arrived] = []
 
     def attach(self, line: Line) -> None:
+        if self.line is not None:  # was replaced; what it had brought is read too late
+            self.late += [Arrived(self.connection, wire.decode(f)) for f in self.line.towards[self.index]]
+            self.line.cut(0)
         self.line = line
         self.connection += 1
         self.apply(self.end.handle(Connected(self.connection)))
@@ -142,14 +146,21 @@ class LinkPair(RuleBasedStateMachine):
             self.dialled.append(line)
             self.sides[0].attach(line)
 
+    @rule(num_kept=st.integers(0, 3))
+    def redial(self, num_kept: int) -> None:
+        """The dialling end sees the connection go at once, the other end not yet."""
+        line = self.sides[0].line
+        if line is not None:
+            line.cut(num_kept)
+            line.towards[0].clear()
+        self.dial()
+
     @rule()
     def accept(self) -> None:
         """Only what has brought its hello; the newest, while the older one may still seem to be well."""
         while self.dialled:
             line = self.dialled.popleft()
             if line.towards[1]:
-                if self.sides[1].line is not None:
-                    self.sides[1].line.cut(0)
                 self.sides[1].attach(line)
                 self.sides[1].arrive()
                 return
@@ -168,6 +179,11 @@ class LinkPair(RuleBasedStateMachine):
     def arrive(self, side: int, count: int) -> None:
         for _ in range(count):
             self.sides[side].arrive()
+
+    @rule()
+    def arrive_late(self) -> None:
+        if self.sides[1].late:
+            assert self.sides[1].end.handle(self.sides[1].late.pop()) == []
 
     @rule(side=SIDES, which=st.integers(0, 5))
     def take(self, side: int, which: int) -> None:
