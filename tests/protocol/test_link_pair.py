@@ -70,6 +70,8 @@ class Side:
         self.apply(self.end.handle(Connected(self.connection)))
 
     def arrive(self) -> None:
+        while self.late:
+            assert self.end.handle(self.late.pop(0)) == []
         if self.line is not None and self.line.towards[self.index]:
             received = wire.decode(self.line.towards[self.index].popleft())
             self.apply(self.end.handle(Arrived(self.connection, received)))
@@ -146,14 +148,16 @@ class LinkPair(RuleBasedStateMachine):
             self.dialled.append(line)
             self.sides[0].attach(line)
 
-    @rule(num_kept=st.integers(0, 3))
-    def redial(self, num_kept: int) -> None:
+    @rule(num_kept=st.integers(0, 3), accepted=st.booleans())
+    def redial(self, num_kept: int, accepted: bool) -> None:
         """The dialling end sees the connection go at once, the other end not yet."""
         line = self.sides[0].line
         if line is not None:
             line.cut(num_kept)
             line.towards[0].clear()
         self.dial()
+        if accepted:
+            self.accept()
 
     @rule()
     def accept(self) -> None:
@@ -179,11 +183,6 @@ class LinkPair(RuleBasedStateMachine):
     def arrive(self, side: int, count: int) -> None:
         for _ in range(count):
             self.sides[side].arrive()
-
-    @rule()
-    def arrive_late(self) -> None:
-        if self.sides[1].late:
-            assert self.sides[1].end.handle(self.sides[1].late.pop()) == []
 
     @rule(side=SIDES, which=st.integers(0, 5))
     def take(self, side: int, which: int) -> None:
