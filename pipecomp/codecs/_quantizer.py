@@ -48,8 +48,7 @@ class Quantizer(NamedTuple):
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Exact size of the buffer."""
-        layout = self.layout(spec)
-        return ops.scales_nbytes(spec.num_values, layout) + ops.codes_nbytes(spec.num_values, layout)
+        return ops.payload_nbytes(spec.num_values, self.layout(spec))
 
     def encode(
         self,
@@ -61,13 +60,10 @@ class Quantizer(NamedTuple):
         out: npt.NDArray[np.uint8],
     ) -> None:
         """See `ops.encode`; flat arrays, `out` of `nbytes(spec)`."""
-        layout = self.layout(spec)
-        split = ops.scales_nbytes(spec.num_values, layout)
         ops.encode(
             values,
-            layout,
-            scales=out[:split],
-            codes=out[split:],
+            self.layout(spec),
+            out=out,
             message_in=message_in,
             message_out=message_out,
             rounding=self.rounding,
@@ -81,10 +77,8 @@ class Quantizer(NamedTuple):
         spec: TensorSpec,
         out: npt.NDArray[np.float32],
     ) -> None:
-        """See `ops.decode`; flat arrays, `buffer` of `nbytes(spec)`."""
-        layout = self.layout(spec)
-        split = ops.scales_nbytes(spec.num_values, layout)
-        ops.decode(buffer[:split], buffer[split:], layout, out=out, message_in=message_in)
+        """See `ops.decode`; flat arrays. Raises CorruptPayload if `buffer` is not of `nbytes(spec)`."""
+        ops.decode(buffer, self.layout(spec), out=out, message_in=message_in)
 
     def __str__(self) -> str:
         parts = [str(self.bits), f"/{'row' if self.group is None else f'g{self.group}'}"]

@@ -30,7 +30,8 @@ def spec_of(values: torch.Tensor) -> TensorSpec:
 
 def flat(values: torch.Tensor) -> FloatArray:
     """(L, H) fp32 -> (L * H,), without a copy if the tensor is contiguous."""
-    array: FloatArray = values.detach().contiguous().numpy().reshape(-1)
+    values = values.detach() if values.requires_grad else values
+    array: FloatArray = values.contiguous().numpy().reshape(-1)
     return array
 
 
@@ -38,8 +39,9 @@ def flat_message(message: torch.Tensor | None, spec: TensorSpec) -> FloatArray |
     """The same for a message, which must have the shape of its sample."""
     if message is None:
         return None
-    if spec_of(message) != spec:
-        raise CodecError(f"a message must have its sample's shape {spec}, got {tuple(message.shape)}")
+    found = spec_of(message)
+    if found != spec:
+        raise CodecError(f"a message must have its sample's shape {spec}, got {found}")
     return flat(message)
 
 

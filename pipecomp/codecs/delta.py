@@ -58,7 +58,6 @@ class Delta(Codec):
             self.first_visit.encode(values, None, seed=seed, out=out)
             return self.first_visit.decode(out, None, spec).values
         before = _samples.flat_message(message_in, spec)
-        _samples.check_out(out, self.quantizer.nbytes(spec))
         message_out, after = _samples.new(spec)
         self.quantizer.encode(_samples.flat(values), before, after, spec, seed, out)
         return message_out
@@ -68,7 +67,6 @@ class Delta(Codec):
             values = self.first_visit.decode(buffer, None, spec).values
             return Decoded(values, values)
         before = _samples.flat_message(message_in, spec)
-        _samples.check_buffer(buffer, self.quantizer.nbytes(spec))
         values, flat = _samples.new(spec)
         self.quantizer.decode(buffer, before, spec, flat)
         return Decoded(values, values)

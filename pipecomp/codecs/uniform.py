@@ -38,12 +38,10 @@ class Uniform(Codec):
         self, values: torch.Tensor, message_in: torch.Tensor | None, *, seed: int, out: np.ndarray
     ) -> torch.Tensor | None:
         spec = _samples.spec_of(values)
-        _samples.check_out(out, self.quantizer.nbytes(spec))
         self.quantizer.encode(_samples.flat(values), None, None, spec, seed, out)
         return None
 
     def decode(self, buffer: np.ndarray, message_in: torch.Tensor | None, spec: TensorSpec) -> Decoded:
-        _samples.check_buffer(buffer, self.quantizer.nbytes(spec))
         values, flat = _samples.new(spec)
         self.quantizer.decode(buffer, None, spec, flat)
         return Decoded(values, None)

@@ -50,8 +50,8 @@ _FLOATS_IN = nb.types.Array(nb.float32, 1, "C", readonly=True)
 _FLOATS_OUT = nb.types.Array(nb.float32, 1, "C")
 _BYTES_IN = nb.types.Array(nb.uint8, 1, "C", readonly=True)
 _BYTES_OUT = nb.types.Array(nb.uint8, 1, "C")
-_ENCODE = nb.boolean(_FLOATS_IN, _FLOATS_IN, _FLOATS_OUT, _BYTES_OUT, _BYTES_OUT, nb.int64, nb.uint32, nb.uint32)
-_DECODE = nb.boolean(_BYTES_IN, _BYTES_IN, _FLOATS_IN, _FLOATS_OUT, nb.int64)
+_ENCODE = nb.boolean(_FLOATS_IN, _FLOATS_IN, _FLOATS_OUT, _BYTES_OUT, nb.int64, nb.uint32, nb.uint32)
+_DECODE = nb.boolean(_BYTES_IN, _FLOATS_IN, _FLOATS_OUT, nb.int64)
 _NORMS = nb.types.UniTuple(nb.float64, 3)(_FLOATS_IN, _FLOATS_IN, _FLOATS_IN, nb.boolean)
 _NOTHING = np.empty(0, np.float32)
 _SCALES: tuple[Scale, ...] = ("fp32", "bf16", "fp16")
@@ -74,8 +74,7 @@ class Config(NamedTuple):
 def encode(
     values: FloatArray,
     layout: Layout,
-    scales: ByteArray,
-    codes: ByteArray,
+    payload: ByteArray,
     message_in: FloatArray | None,
     message_out: FloatArray | None,
     rounding: Rounding,
@@ -86,19 +85,13 @@ def encode(
     kernel = _encode_kernel(bits, scale, rounding, message_in is not None, message_out is not None, _fixed(group))
     before = _NOTHING if message_in is None else message_in
     after = _NOTHING if message_out is None else message_out
-    return bool(kernel(values, before, after, scales, codes, group, seed & 0xFFFFFFFF, seed >> 32))
+    return bool(kernel(values, before, after, payload, group, seed & 0xFFFFFFFF, seed >> 32))
 
 
-def decode(
-    scales: ByteArray,
-    codes: ByteArray,
-    layout: Layout,
-    out: FloatArray,
-    message_in: FloatArray | None,
-) -> bool:
+def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: FloatArray | None) -> bool:
     """See `ops.decode`. False if the payload is one that no encoder writes."""
     kernel = _decode_kernel(layout.bits, layout.scale, message_in is not None, _fixed(layout.group))
-    return bool(kernel(scales, codes, _NOTHING if message_in is None else message_in, out, layout.group))
+    return bool(kernel(payload, _NOTHING if message_in is None else message_in, out, layout.group))
 
 
 def squared_norms(
@@ -122,13 +115,13 @@ def _fixed(group: int) -> int:
     return group if group in FIXED_GROUPS else 0
 
 
-def _compile(function: Callable[..., Any], signature: Any, name: str) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmath: bool = False) -> Callable[..., Any]:
     """Compile now, or load: Numba keeps one file a name, in NUMBA_CACHE_DIR, beside this module, or in the user's cache."""
     function.__name__ = function.__qualname__ = f"{name}_{_sources()}"
     try:
-        return nb.njit(signature, nogil=True, cache=True)(function)
+        return nb.njit(signature, nogil=True, fastmath=fastmath, cache=True)(function)
     except (RuntimeError, OSError):  # no folder that Numba may write, or it is full: compile in memory, in each process
-        return nb.njit(signature, nogil=True)(function)
+        return nb.njit(signature, nogil=True, fastmath=fastmath)(function)
 
 
 @functools.cache
@@ -365,31 +358,32 @@ def _encode_kernel(
     scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
-    def kernel(values, before, after, scales, codes, any_group, seed_low, seed_high):
+    # Whole blocks first, where lengths are constants and loops unroll; then the last, short block, in the same order of bytes.
+    def kernel(values, before, after, payload, any_group, seed_low, seed_high):
         group = fixed_group or any_group
         block = block_of(group)
         num_values = values.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
         worst = np.uint32(0)
-        offset = scale_at = 0
+        scale_at, offset = 0, (num_values + group - 1) // group * scale_nbytes
         whole = num_values - num_values % block
         for block_start in range(0, whole, block):
             for at in range(0, block, group):
                 absmax = encode_group(
-                    values, before, after, scales, unpacked, block_start + at, at, group, scale_at,
+                    values, before, after, payload, unpacked, block_start + at, at, group, scale_at,
                     seed_low, seed_high, bits, scale_index, lanes, flags,
                 )  # fmt: skip
                 worst = max(worst, absmax)
                 scale_at += scale_nbytes
-            offset = pack_block(unpacked, block, codes, offset, bits)
+            offset = pack_block(unpacked, block, payload, offset, bits)
         for start in range(whole, num_values, group):
             absmax = encode_group(
-                values, before, after, scales, unpacked, start, start - whole, min(group, num_values - start), scale_at,
+                values, before, after, payload, unpacked, start, start - whole, min(group, num_values - start), scale_at,
                 seed_low, seed_high, bits, scale_index, lanes, flags,
             )  # fmt: skip
             worst = max(worst, absmax)
             scale_at += scale_nbytes
-        pack_block(unpacked, num_values - whole, codes, offset, bits)
+        pack_block(unpacked, num_values - whole, payload, offset, bits)
         return worst < np.uint32(0x7F800000)
 
     name = f"encode{bits}_{scale}_{rounding}{'_from' * has_in}{'_to' * has_out}_g{fixed_group or 'any'}"
@@ -402,38 +396,28 @@ def _decode_kernel(bits: int, scale: Scale, has_in: bool, fixed_group: int) -> C
     scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
-    def kernel(scales, codes, before, out, any_group):
+    def kernel(payload, before, out, any_group):
         group = fixed_group or any_group
         block = block_of(group)
         num_values = out.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
         is_good = True
-        offset = scale_at = 0
+        scale_at, offset = 0, (num_values + group - 1) // group * scale_nbytes
         whole = num_values - num_values % block
         for block_start in range(0, whole, block):
-            offset, is_padded = unpack_block(codes, offset, unpacked, block, bits)
+            offset, is_padded = unpack_block(payload, offset, unpacked, block, bits)
             is_good &= is_padded
             for at in range(0, block, group):
                 is_good &= decode_group(
-                    scales,
-                    unpacked,
-                    before,
-                    out,
-                    scale_at,
-                    at,
-                    block_start + at,
-                    group,
-                    bits,
-                    scale_index,
-                    lanes,
-                    flags,
-                )
+                    payload, unpacked, before, out, scale_at, at, block_start + at, group,
+                    bits, scale_index, lanes, flags,
+                )  # fmt: skip
                 scale_at += scale_nbytes
-        offset, is_padded = unpack_block(codes, offset, unpacked, num_values - whole, bits)
+        offset, is_padded = unpack_block(payload, offset, unpacked, num_values - whole, bits)
         is_good &= is_padded
         for start in range(whole, num_values, group):
             is_good &= decode_group(
-                scales, unpacked, before, out, scale_at, start - whole, start, min(group, num_values - start),
+                payload, unpacked, before, out, scale_at, start - whole, start, min(group, num_values - start),
                 bits, scale_index, lanes, flags,
             )  # fmt: skip
             scale_at += scale_nbytes
@@ -448,10 +432,12 @@ def _norms_kernel() -> Callable[..., Any]:
         error = change = size = 0.0
         for i in range(values.size):
             value = np.float64(values[i])
-            error += (value - after[i]) ** 2
+            error += (value - np.float64(after[i])) ** 2
             size += value**2
-            if has_before:
-                change += (value - before[i]) ** 2
+        if has_before:
+            for i in range(values.size):
+                change += (np.float64(values[i]) - np.float64(before[i])) ** 2
         return error, change if has_before else size, size
 
-    return _compile(kernel, _NORMS, "squared_norms")
+    # Meters only: the sums may be reordered, so that they vectorize.
+    return _compile(kernel, _NORMS, "squared_norms", fastmath=True)

@@ -6,6 +6,7 @@ arithmetic. Here the arguments are checked once, then a backend is picked.
     values (n,) fp32 ── minus message_in ──> differences, cut into groups of `layout.group`
       group of g differences   -> one scale (its step), and g codes of `bits` bits
       block = the fewest whole groups that hold at least 128 values: the unit of packing
+      payload = all scales, then all blocks
       block of L codes         -> one plane of bytes for each width in PLANES[bits], low bits first
       plane of width w         -> Q = ceil(L * w / 8) bytes; code i sits in byte i % Q, shifted left by w * (i // Q)
 
@@ -16,6 +17,7 @@ So neighbouring codes lie in neighbouring bytes, and whole vectors are packed by
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -28,6 +30,8 @@ Scale = Literal["fp32", "bf16", "fp16"]
 Rounding = Literal["nearest", "stochastic"]
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
+
+_ROUNDINGS: Final = get_args(Rounding)
 
 MIN_BLOCK: Final = 128
 """A block holds at least this many values (the last one may be shorter): eight 16-byte vectors of one-bit codes."""
@@ -92,6 +96,12 @@ def scales_nbytes(num_values: int, layout: Layout) -> int:
     return -(-num_values // layout.group) * SCALE_NBYTES[layout.scale]
 
 
+@functools.lru_cache(maxsize=4096)
+def payload_nbytes(num_values: int, layout: Layout) -> int:
+    """Exact bytes of an encoded array: its scales, then its codes."""
+    return scales_nbytes(num_values, layout) + codes_nbytes(num_values, layout)
+
+
 def step_factor(bits: int, rounding: Rounding) -> np.float32:
     """What absmax is multiplied with to give the step.
 
@@ -119,93 +129,74 @@ def encode(
     values: FloatArray,
     layout: Layout,
     *,
-    scales: ByteArray,
-    codes: ByteArray,
+    out: ByteArray,
     message_in: FloatArray | None = None,
     message_out: FloatArray | None = None,
     rounding: Rounding = "nearest",
     seed: int = 0,
 ) -> None:
-    """Quantize `values - message_in` into `scales` and `codes`, in one pass; write what the decoder will see to `message_out`.
+    """Quantize `values - message_in` into `out`, in one pass; write what the decoder will see to `message_out`.
 
     Args:
         values: (n,) fp32.
         layout: bits, group and dtype of the scales.
-        scales: (scales_nbytes,) uint8, written; little-endian, any alignment.
-        codes: (codes_nbytes,) uint8, written, any alignment.
+        out: (payload_nbytes,) uint8, written: the scales, little-endian, then the packed codes; any alignment.
         message_in: (n,) fp32, or None for zeros.
         message_out: (n,) fp32, written, or None; bit for bit what `decode` gives for the same `message_in`.
         rounding: to the nearest level, or up or down by chance so that the mean is unbiased.
         seed: of stochastic rounding, taken modulo 2^64. Chance is a function of (seed, position) alone.
 
-    Error bound: |message_out - values| <= step / 2 (nearest), < step (stochastic), and the rounding of fp32, where step is
-    the group's scale: absmax * step_factor, rounded to the scale's dtype. Deterministic in every case.
+    Error bound: |message_out - values| is at most half a step (nearest; a little more where the scale was rounded down), or
+    one step (stochastic), and the rounding of fp32. The step is absmax * step_factor in the scale's dtype; `docs/numerics.md`
+    has the exact terms. Deterministic in every case.
 
     Raises:
         NonFiniteValues: NaN or infinity in `values` or in the difference; says where. The outputs are then undefined.
         CodecError: an argument of the wrong dtype, shape or memory layout, or outputs that overlap other arguments.
     """
     check_layout(layout)
-    if rounding not in get_args(Rounding):
-        raise CodecError(f"rounding must be nearest or stochastic, got {rounding!r}")
+    if rounding not in _ROUNDINGS:
+        raise CodecError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {rounding!r}")
     num_values = _check_floats("values", values, None)
-    _check_bytes("scales", scales, scales_nbytes(num_values, layout))
-    _check_bytes("codes", codes, codes_nbytes(num_values, layout))
-    inputs = [values]
-    outputs: list[tuple[str, np.ndarray]] = [("scales", scales), ("codes", codes)]
+    _check_bytes("out", out, payload_nbytes(num_values, layout))
     if message_in is not None:
         _check_floats("message_in", message_in, num_values)
-        inputs.append(message_in)
     if message_out is not None:
         _check_floats("message_out", message_out, num_values)
-        outputs.append(("message_out", message_out))
-    _check_outputs(outputs, inputs)
+        _check_output("message_out", message_out, values, message_in, out)
+    _check_output("out", out, values, message_in)
     if num_values == 0:
         return
-    backend = _backend()
-    if not backend.encode(values, layout, scales, codes, message_in, message_out, rounding, seed % 2**64):
+    if not _backend().encode(values, layout, out, message_in, message_out, rounding, seed & 0xFFFFFFFFFFFFFFFF):
         raise NonFiniteValues(_where_not_finite(values, message_in))
 
 
-def decode(
-    scales: ByteArray,
-    codes: ByteArray,
-    layout: Layout,
-    *,
-    out: FloatArray,
-    message_in: FloatArray | None = None,
-) -> None:
-    """Unpack `codes`, multiply by their scales, add `message_in`, into `out`.
+def decode(payload: ByteArray, layout: Layout, *, out: FloatArray, message_in: FloatArray | None = None) -> None:
+    """Unpack the codes of `payload`, multiply by their scales, add `message_in`, into `out`.
 
     Args:
-        scales: (scales_nbytes,) uint8, as `encode` wrote them; any alignment, read-only is fine.
-        codes: (codes_nbytes,) uint8, likewise.
+        payload: (payload_nbytes,) uint8, as `encode` wrote it; any alignment, read-only is fine.
         layout: the encoder's.
         out: (n,) fp32, written: message_in + (code + 0.5 - 2^(bits-1)) * scale, each operation rounded by itself.
         message_in: (n,) fp32, or None for zeros.
 
     Raises:
         CorruptPayload: a size that does not fit `out`, a scale that no encoder writes (negative, NaN, out of range), or
-            padding bits that are not 0.
+            padding bits that are not 0. `out` is then undefined.
         CodecError: an argument of the wrong dtype, shape or memory layout, or `out` overlapping another argument.
     """
     check_layout(layout)
     num_values = _check_floats("out", out, None)
-    for name, array, nbytes in (
-        ("scales", scales, scales_nbytes(num_values, layout)),
-        ("codes", codes, codes_nbytes(num_values, layout)),
-    ):
-        if array.dtype == np.uint8 and array.size != nbytes:
-            raise CorruptPayload(f"{name} of {num_values} values take {nbytes} bytes, got {array.size}")
-        _check_bytes(name, array, nbytes)
-    inputs: list[np.ndarray] = [scales, codes]
+    nbytes = payload_nbytes(num_values, layout)
+    if isinstance(payload, np.ndarray) and payload.dtype == np.uint8 and payload.size != nbytes:
+        raise CorruptPayload(f"{num_values} values of {layout} take {nbytes} bytes, got {payload.size}")
+    _check_bytes("payload", payload, nbytes)
     if message_in is not None:
         _check_floats("message_in", message_in, num_values)
-        inputs.append(message_in)
-    _check_outputs([("out", out)], inputs)
+    _check_output("out", out, payload, message_in)
     if num_values == 0:
         return
-    if not _backend().decode(scales, codes, layout, out, message_in):
+    if not _backend().decode(payload, layout, out, message_in):
         raise CorruptPayload("the payload holds a scale or padding bits that no encoder writes")
 
 
@@ -257,12 +248,11 @@ def _check_bytes(name: str, array: ByteArray, nbytes: int) -> None:
         raise CodecError(f"{name} must be contiguous; copy the view first")
 
 
-def _check_outputs(outputs: list[tuple[str, np.ndarray]], inputs: list[np.ndarray]) -> None:
-    for index, (name, array) in enumerate(outputs):
-        if not array.flags.writeable:
-            raise CodecError(f"{name} is read-only")
-        others = inputs + [other for _, other in outputs[:index]]
-        if any(np.may_share_memory(array, other) for other in others):
+def _check_output(name: str, array: np.ndarray, *others: np.ndarray | None) -> None:
+    if not array.flags.writeable:
+        raise CodecError(f"{name} is read-only")
+    for other in others:
+        if other is not None and np.may_share_memory(array, other):
             raise CodecError(f"{name} overlaps another argument in memory")
 
 

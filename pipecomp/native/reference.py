@@ -19,6 +19,7 @@ from pipecomp.native.ops import (
     block_length,
     block_nbytes,
     largest_step,
+    scales_nbytes,
     smallest_step,
     step_factor,
 )
@@ -27,8 +28,7 @@ from pipecomp.native.ops import (
 def encode(
     values: FloatArray,
     layout: Layout,
-    scales: ByteArray,
-    codes: ByteArray,
+    payload: ByteArray,
     message_in: FloatArray | None,
     message_out: FloatArray | None,
     rounding: Rounding,
@@ -41,7 +41,8 @@ def encode(
     if not np.isfinite(differences).all():
         return False
     steps = _steps(differences, layout, rounding)
-    scales[:] = pack_scales(steps, layout.scale)
+    split = scales_nbytes(values.size, layout)
+    payload[:split] = pack_scales(steps, layout.scale)
     step = np.repeat(steps, layout.group)[: values.size]
     with np.errstate(divide="ignore"):
         inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
@@ -50,21 +51,17 @@ def encode(
     else:
         position = differences * inverse + (half - np.float32(0.5)) + uniform(seed, values.size)
     unpacked = np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8)
-    codes[:] = pack(unpacked, layout)
+    payload[split:] = pack(unpacked, layout)
     if message_out is not None:
         message_out[:] = _reconstruct(unpacked, step, half, message_in)
     return True
 
 
-def decode(
-    scales: ByteArray,
-    codes: ByteArray,
-    layout: Layout,
-    out: FloatArray,
-    message_in: FloatArray | None,
-) -> bool:
+def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: FloatArray | None) -> bool:
     """See `ops.decode`. False if the payload is one that no encoder writes."""
-    steps = unpack_scales(scales, layout.scale)
+    split = scales_nbytes(out.size, layout)
+    codes = payload[split:]
+    steps = unpack_scales(payload[:split], layout.scale)
     in_range = (steps >= smallest_step(layout.scale)) & (steps <= largest_step(layout.bits, layout.scale))
     zero = steps.view(np.uint32) == 0
     if not (in_range | zero).all():
