@@ -6,6 +6,7 @@ brings what had already arrived, and each end notices by itself, only once it ha
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 from hypothesis import settings
@@ -220,4 +221,32 @@ class LinkPair(RuleBasedStateMachine):
 
 
 TestLinkPair = LinkPair.TestCase
-TestLinkPair.settings = settings(max_examples=150, stateful_step_count=60)
+TestLinkPair.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+def test_links_keep_their_promises_through_long_random_histories():
+    """Longer than those above, with more sending and less idling, so that a connection is replaced while it still speaks."""
+    for seed in range(200):
+        chance = random.Random(seed)
+        pair = LinkPair()
+        for _ in range(120):
+            happening = chance.choice(("send", "send", "arrive", "arrive", "take", "redial", "accept", "cut", "notice"))
+            side = chance.randrange(2)
+            match happening:
+                case "send":
+                    pair.send(side=side, nbytes=chance.randrange(500))
+                case "arrive":
+                    pair.arrive(side=side, count=chance.randrange(1, 6))
+                case "take":
+                    pair.take(side=side, which=chance.randrange(6))
+                case "redial":
+                    pair.redial(num_kept=chance.randrange(4), accepted=chance.random() < 0.7)
+                case "cut":
+                    pair.cut(side=side, num_kept=chance.randrange(4))
+                case "accept":
+                    pair.accept()
+                case "notice":
+                    pair.notice(side=side)
+            pair.all_is_delivered_once_and_in_order()
+            pair.no_more_than_the_credit_is_under_way()
+        pair.teardown()
