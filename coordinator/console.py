@@ -78,7 +78,11 @@ class BarConsole:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress: Progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"), transient=True
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=10),  # all of it fits into 80 columns
+            TextColumn("{task.description}", markup=False),
+            transient=True,
         )
         self._task: TaskID | None = None
         self._total_steps = 0
@@ -93,7 +97,7 @@ class BarConsole:
 
     def show(self, record: e.Record, ledger: Ledger) -> None:
         if isinstance(record, e.StepCommitted) and self._task is not None:
-            text = "  ".join(_measures(record, ledger, self._total_steps))
+            text = "  ".join(_measures(record, ledger, self._total_steps)[index] for index in _ON_BAR)
             self._progress.update(self._task, completed=record.step, description=text)
         elif text := record_line(record):
             self.say(text)
@@ -112,6 +116,10 @@ def open_console(*, quiet: bool) -> Console:
 def step_line(record: e.StepCommitted, ledger: Ledger, total_steps: int) -> str:
     """One step in one line."""
     return f"step {record.step}/{total_steps}  " + "  ".join(_measures(record, ledger, total_steps))
+
+
+_ON_BAR = (0, 3, 4, 5)
+"""Loss, speed, bytes and time left; the rest is in the step log."""
 
 
 def _measures(record: e.StepCommitted, ledger: Ledger, total_steps: int) -> Sequence[str]:
