@@ -80,7 +80,7 @@ def print_table(rows: list[Row]) -> None:
             f"{row.method:18}{row.nbytes / 1e6:>9.1f} MB{row.bits_per_value:>12.2f}{row.step_time_s:>9.2f}"
             f"{speed_up:>9.1f}x{row.eval_loss:>15.3f}"
         )
-    print("\nsent: activations and their gradients over all links, headers included; every kind of traffic is in demo-output/*.json")
+    print("\nsent: activations and their gradients over all links, headers included; all kinds of traffic: demo-output/*.json")
 
 
 def judge(rows: list[Row]) -> int:

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 _MIN_BURST = 16_000
 
@@ -75,21 +75,26 @@ class NamespaceHosts:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(
-        self, host: int, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
+        self, host: int, command: Sequence[str], *, log: Path, sees_all: bool = False, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command on a host; it is ended with the hosts. `options` are Popen's."""
+        """Start a command on a host; it is ended with the hosts. All it prints goes to the file `log`; one that `sees_all`
+        has nothing hidden from it."""
         home = self._folder / f"home-{host + 1}-{len(self._processes)}"
         home.mkdir()
-        hide = "".join(f"mount -t tmpfs none {shlex.quote(str(folder))} && " for folder in self._hidden)
+        hidden = () if sees_all else self._hidden
+        hide = "".join(f"mount -t tmpfs none {shlex.quote(str(folder))} && " for folder in hidden)
         script = f"{hide}exec {shlex.join(command)}"
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "NUMBA_CACHE_DIR", "PYTHONPATH")}
-        process = subprocess.Popen(  # noqa: S603 - a test's own command
-            ["ip", "netns", "exec", self._names[host], "unshare", "--mount", "sh", "-c", script],  # noqa: S607
-            env={**kept, "HOME": str(home), **(environment or {})},
-            text=True,
-            start_new_session=True,
-            **options,
-        )
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self._names[host], "unshare", "--mount", "sh", "-c", script],
+                env={**kept, "HOME": str(home), **(environment or {})},
+                text=True,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         self._processes.append(process)
         return process
 
@@ -98,9 +103,6 @@ class NamespaceHosts:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
 
     def nbytes_sent(self, host: int) -> int:
         """Bytes the host's interface has sent, link headers included."""
@@ -137,7 +139,7 @@ class NamespaceHosts:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed programs
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip()}")
     return done.stdout
