@@ -187,10 +187,7 @@ def decode(payload: ByteArray, layout: Layout, *, out: FloatArray, message_in: F
     """
     check_layout(layout)
     num_values = _check_floats("out", out, None)
-    nbytes = payload_nbytes(num_values, layout)
-    if isinstance(payload, np.ndarray) and payload.dtype == np.uint8 and payload.size != nbytes:
-        raise CorruptPayload(f"{num_values} values of {layout} take {nbytes} bytes, got {payload.size}")
-    _check_bytes("payload", payload, nbytes)
+    _check_bytes("payload", payload, payload_nbytes(num_values, layout), wrong_size=CorruptPayload)
     if message_in is not None:
         _check_floats("message_in", message_in, num_values)
     _check_output("out", out, payload, message_in)
@@ -237,13 +234,13 @@ def _check_floats(name: str, array: FloatArray, num_values: int | None) -> int:
     return int(array.size)
 
 
-def _check_bytes(name: str, array: ByteArray, nbytes: int) -> None:
+def _check_bytes(name: str, array: ByteArray, nbytes: int, wrong_size: type[CodecError] = CodecError) -> None:
     if not isinstance(array, np.ndarray):
         raise CodecError(f"{name} must be a NumPy array, got {type(array).__name__}")
     if array.dtype != np.uint8:
         raise CodecError(f"{name} must be uint8, got {array.dtype}")
     if array.shape != (nbytes,):
-        raise CodecError(f"{name} must have shape ({nbytes},), got {array.shape}")
+        raise wrong_size(f"{name} must have shape ({nbytes},), got {array.shape}")
     if not array.flags.c_contiguous:
         raise CodecError(f"{name} must be contiguous; copy the view first")
 

@@ -1,0 +1,221 @@
+"""The benchmark `pipecomp bench kernels`: kernels of one thread against copying and against eager torch, in one run. No codec.
+
+Others may use the machine meanwhile, so the three are timed in turn, round by round, and what counts is the median over the
+rounds of the ratio within a round. The torch version does the same arithmetic; that it makes the same bytes is checked first.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json as json_format
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pipecomp.errors import CodecError
+from pipecomp.native import ops
+from pipecomp.native.ops import Layout
+
+RESULTS = Path("docs/results/kernels.json")
+NUM_VALUES = 1 << 24  # 64 MiB of fp32, beyond the caches
+ROUNDS, TORCH_ROUNDS = 15, 3
+
+
+class Case(NamedTuple):
+    """One layout on one array."""
+
+    bits: int
+    group: int
+    num_values: int
+    shape: str
+
+
+class Bar(NamedTuple):
+    """What is asked of a rate: (operation, other, least ratio)."""
+
+    op: str
+    other: str
+    least: float
+
+
+CASES = (
+    *(Case(bits, 64, NUM_VALUES, "64 MiB") for bits in (2, 4)),
+    *(Case(bits, 32, NUM_VALUES, "64 MiB") for bits in (2, 4)),
+    *(Case(bits, 64, 1024 * 1600, "1024 x 1600") for bits in (2, 4)),
+    *(Case(bits, 1600, 1024 * 1600, "1024 x 1600") for bits in (2, 4)),
+)
+BARS = (
+    Bar("encode", "copy", 0.35),
+    Bar("decode", "copy", 1.0),
+    Bar("encode", "torch", 5.0),
+    Bar("decode", "torch", 5.0),
+)
+
+
+def run(
+    *, json: bool = False, path: Path = RESULTS, cases: tuple[Case, ...] = CASES, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """Time every case, print a table, and with `json` write the result to `path`; return the result."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [row for case in cases for row in _measure(case, rounds)]
+    finally:
+        torch.set_num_threads(threads)
+    result = {
+        "command": "pipecomp bench kernels --json",
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "rows": rows,
+        "bars": [_judge(row, bar) for row in rows for bar in BARS if _is_judged(row, bar)],
+    }
+    _print(result)
+    if json:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json_format.dumps(result, indent=1) + "\n")
+        sys.stdout.write(f"written to {path}\n")
+    return result
+
+
+def _measure(case: Case, rounds: int) -> list[dict[str, Any]]:
+    layout = Layout(case.bits, case.group)
+    chance = np.random.default_rng(0)
+    values = chance.standard_normal(case.num_values, dtype=np.float32)
+    message = values + np.float32(0.1) * chance.standard_normal(case.num_values, dtype=np.float32)
+    after, copied = np.zeros_like(values), np.zeros_like(values)
+    payload = np.zeros(ops.payload_nbytes(case.num_values, layout), np.uint8)
+    eager = _Eager(layout, torch.from_numpy(values), torch.from_numpy(message))
+
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: np.copyto(copied, values),
+        "encode": lambda: ops.encode(values, layout, out=payload, message_in=message, message_out=after),
+        "decode": lambda: ops.decode(payload, layout, out=copied, message_in=message),
+    }
+    slow: dict[str, Callable[[], object]] = {"encode": eager.encode, "decode": eager.decode}
+    for call in (*calls.values(), *slow.values()):
+        call()
+    if not eager.agrees(payload, after):
+        raise CodecError(f"torch and the kernels disagree on {layout}: they would not do the same work")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    torch_times: dict[str, list[float]] = {name: [] for name in slow}
+    for index in range(rounds):
+        for name, call in calls.items():
+            times[name].append(_time(call))
+        if index < TORCH_ROUNDS:
+            for name, call in slow.items():
+                torch_times[name].append(_time(call))
+    return [_row(name, case, times, torch_times[name]) for name in slow]
+
+
+def _row(op: str, case: Case, times: dict[str, list[float]], torch_times: list[float]) -> dict[str, Any]:
+    ratios = [copy / own for copy, own in zip(times["copy"], times[op], strict=True)]
+    against_torch = [other / own for other, own in zip(torch_times, times[op], strict=False)]
+    return {
+        "op": op,
+        "codec": "delta",
+        "bits": case.bits,
+        "group": case.group,
+        "rounding": "nearest",
+        "backend": "cpu",
+        "shape": case.shape,
+        "threads": 1,
+        "values_per_s": round(case.num_values / statistics.median(times[op])),
+        "copy_values_per_s": round(case.num_values / statistics.median(times["copy"])),
+        "ratio_to_copy": round(statistics.median(ratios), 3),
+        "ratio_to_copy_of_best": round(min(times["copy"]) / min(times[op]), 3),
+        "ratio_to_torch": round(statistics.median(against_torch), 1),
+        "times_s": [round(t, 6) for t in times[op]],
+        "copy_times_s": [round(t, 6) for t in times["copy"]],
+        "torch_times_s": [round(t, 6) for t in torch_times],
+    }
+
+
+class _Eager:
+    """The same arithmetic in torch operations, one after the other; block = 128 values, groups that divide it or are rows."""
+
+    def __init__(self, layout: Layout, values: torch.Tensor, message: torch.Tensor) -> None:
+        self.layout, self.values, self.message = layout, values, message
+        self.half = float(2 ** (layout.bits - 1))
+        self.steps = self.packed = self.after = values
+
+    def encode(self) -> None:
+        bits, group, _ = self.layout
+        differences = (self.values - self.message).view(-1, group)
+        steps = differences.abs().amax(1, keepdim=True) * float(ops.step_factor(bits, "nearest"))
+        self.steps = steps.to(torch.bfloat16)
+        step = self.steps.float()
+        inverse = torch.where(step > 0, 1 / step, 0)
+        codes = (differences * inverse + self.half).clamp(0, 2**bits - 1).to(torch.uint8)
+        parts = codes.view(-1, 8 // bits, ops.block_length(group) * bits // 8)
+        packed = parts[:, 0].clone()
+        for part in range(1, 8 // bits):
+            packed |= parts[:, part] << (bits * part)
+        self.packed = packed
+        self.after = (self.message.view(-1, group) + (codes.float() + (0.5 - self.half)) * step).view(-1)
+
+    def decode(self) -> torch.Tensor:
+        bits, group, _ = self.layout
+        parts = [(self.packed >> (bits * part)) & (2**bits - 1) for part in range(8 // bits)]
+        codes = torch.stack(parts, 1).view(-1, group)
+        return (self.message.view(-1, group) + (codes.float() + (0.5 - self.half)) * self.steps.float()).view(-1)
+
+    def agrees(self, payload: np.ndarray, after: np.ndarray) -> bool:
+        scales = self.steps.contiguous().view(torch.int16).numpy().view(np.uint8).reshape(-1)
+        mine = np.concatenate([scales, self.packed.numpy().reshape(-1)])
+        same = np.array_equal(mine, payload) and np.array_equal(self.after.numpy(), after)
+        return same and np.array_equal(self.decode().numpy(), after)
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _is_judged(row: dict[str, Any], bar: Bar) -> bool:
+    return bool(row["op"] == bar.op and row["group"] == 64 and row["shape"] == "64 MiB")
+
+
+def _judge(row: dict[str, Any], bar: Bar) -> dict[str, Any]:
+    value = row[f"ratio_to_{bar.other}"]
+    name = f"{row['op']}, {row['bits']} bits, groups of {row['group']}, times the rate of {bar.other}"
+    return {"name": name, "value": value, "bar": bar.least, "holds": value >= bar.least}
+
+
+def _machine() -> dict[str, Any]:
+    cpu = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cores": os.cpu_count(),
+        "memory_nbytes": memory,
+        "cpu": cpu,
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    lines = ["op      bits  group  array         10^9 values/s   of copyto   of eager torch"]
+    lines += [
+        f"{row['op']:<8}{row['bits']:>4}{row['group']:>7}  {row['shape']:<13}{row['values_per_s'] / 1e9:>14.2f}"
+        f"{row['ratio_to_copy']:>12.2f}{row['ratio_to_torch']:>17.1f}"
+        for row in result["rows"]
+    ]
+    lines += [
+        f"{'holds' if b['holds'] else 'FAILS'}  {b['value']:>6} >= {b['bar']}  {b['name']}" for b in result["bars"]
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
