@@ -78,7 +78,7 @@ class LinkHub:
             RemoteProtocolError: the other end refused the link.
         """
         self._check_new(name)
-        link = self._make(name, lambda: self._transport.dial(address, timeout_s=timeout_s))
+        link = self._make(name, lambda within_s: self._transport.dial(address, timeout_s=within_s))
         return await self._open(link, timeout_s)
 
     async def accept(self, name: str, *, timeout_s: float) -> Link:
@@ -126,7 +126,7 @@ class LinkHub:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _make(self, name: str, dial: Callable[[], Awaitable[Connection]] | None) -> Link:
+    def _make(self, name: str, dial: Callable[[float], Awaitable[Connection]] | None) -> Link:
         end = LinkEnd(LinkIdentity(self._run, self._epoch, name, self._worker), self._credit_nbytes)
         link = Link(end, reconnect_s=self._reconnect_s, dial=dial)
         self._links[name] = link

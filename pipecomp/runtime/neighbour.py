@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from pipecomp.errors import (
-    AddressError,
     LocalProtocolError,
     PeerLost,
     PipecompError,
@@ -58,7 +57,9 @@ class _Count:
 class Link:
     """One end of one link. Made by a LinkHub."""
 
-    def __init__(self, end: LinkEnd, *, reconnect_s: float, dial: Callable[[], Awaitable[Connection]] | None) -> None:
+    def __init__(
+        self, end: LinkEnd, *, reconnect_s: float, dial: Callable[[float], Awaitable[Connection]] | None
+    ) -> None:
         self.name = end.identity.link
         self.lost: asyncio.Future[PipecompError] = asyncio.get_running_loop().create_future()
         """Done when the link has ended, with the error that `send` and `receive` raise from then on."""
@@ -83,6 +84,7 @@ class Link:
         self._away: asyncio.TimerHandle | None = None
         self._last_reason = "never connected"
         self._opened_now = False
+        self._open_by = 0.0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -175,7 +177,9 @@ class Link:
 
     def start(self, timeout_s: float) -> None:
         """Begin to connect; the link is lost if that takes longer than `timeout_s`."""
-        self._expect_peer(timeout_s)
+        self._open_by = asyncio.get_running_loop().time() + timeout_s
+        if self._dial is None:
+            self._expect_peer(timeout_s)
         self._task = asyncio.create_task(self._keep_connected(), name=f"link {self.name}")
 
     def offer(self, connection: Connection, hello: wire.Received) -> None:
@@ -196,29 +200,36 @@ class Link:
     # ---------------------------------------------------------------------------------------------------- connections
 
     async def _keep_connected(self) -> None:
+        try:
+            await self._connect_and_serve()
+        except RemoteProtocolError as e:
+            _log.error("%s", e)
+            self._fail(e)
+        except Exception as e:  # noqa: BLE001 - a bug here must end the link, not hang those who wait for it
+            _log.exception("link %s failed", self.name)
+            self._fail(LocalProtocolError(f"link {self.name} failed: {type(e).__name__}: {e}"))
+        finally:
+            for offer in self._offers:
+                await offer.connection.close()
+
+    async def _connect_and_serve(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
         while self._end.state not in _ENDED:
             try:
                 offer = await (self._next_offer() if self._dial is None else self._dialled(self._dial))
+            except TransportError as e:
+                if not self._opened.is_set():
+                    self._fail(type(e)(f"{self}: {e}"))
+                self._last_reason = str(e)
+            else:
                 self._interrupt.clear()
                 self._opened_now = False
-                await self._serve(offer)
-            except AddressError as e:
-                if not self._opened.is_set():
-                    self._fail(e)
-                    return
-                self._last_reason = str(e)
-            except TransportError as e:
-                self._last_reason = str(e)
-            except RemoteProtocolError as e:
-                _log.error("%s", e)
-                self._fail(e)
-                return
-            except Exception as e:  # noqa: BLE001 - a bug here must end the link, not hang those who wait for it
-                _log.exception("link %s failed", self.name)
-                self._fail(LocalProtocolError(f"link {self.name} failed: {type(e).__name__}: {e}"))
-                return
+                try:
+                    await self._serve(offer)
+                except TransportError as e:
+                    self._last_reason = str(e)
             if self._dial is not None and self._end.state not in _ENDED:
+                # Longer and longer for as long as nobody says hello over what was dialled.
                 backoff_s = _FIRST_BACKOFF_S if self._opened_now else min(2 * backoff_s, _LONGEST_BACKOFF_S)
                 await asyncio.sleep(backoff_s)
 
@@ -230,8 +241,14 @@ class Link:
             await self._offers.popleft().connection.close()
         return self._offers.popleft()
 
-    async def _dialled(self, dial: Callable[[], Awaitable[Connection]]) -> _Offer:
-        return _Offer(await dial(), None)
+    async def _dialled(self, dial: Callable[[float], Awaitable[Connection]]) -> _Offer:
+        if self._opened.is_set():
+            # In short tries, so that the reason is known when there is no more time.
+            return _Offer(await dial(self._reconnect_s / 3), None)
+        connection = await dial(max(0.0, self._open_by - asyncio.get_running_loop().time()))
+        if self._away is None:
+            self._expect_peer(max(0.0, self._open_by - asyncio.get_running_loop().time()))
+        return _Offer(connection, None)
 
     async def _serve(self, offer: _Offer) -> None:
         """Read and write until the connection fails, the link ends, or the peer has dialled anew."""
@@ -256,7 +273,8 @@ class Link:
             await connection.close()
             if self._end.state not in _ENDED:
                 self._apply(self._end.handle(rules.Disconnected(number)))
-                self._expect_peer(self._reconnect_s)
+                if self._opened_now:  # else the time it had to open is still running
+                    self._expect_peer(self._reconnect_s)
 
     async def _read(self, number: int, connection: Connection) -> None:
         while True:
@@ -267,24 +285,29 @@ class Link:
         while True:
             if self._hello is not None:
                 hello, self._hello = self._hello, None
-                await self._write_one(connection, wire.encode(hello), Kind.CONTROL, 0, 1)
+                await self._write_frames(connection, wire.encode(hello), self._counts[Kind.CONTROL])
             elif self._ack is not None:
                 ack, self._ack = self._ack, None
-                await self._write_one(connection, wire.encode(ack), Kind.CONTROL, 0, 1)
+                await self._write_frames(connection, wire.encode(ack), self._counts[Kind.CONTROL])
             elif self._outbox:
-                outgoing = self._outbox.popleft()
-                first_time = outgoing.sequence >= self._next_counted
-                self._next_counted += first_time
-                values = outgoing.values if first_time else 0
-                await self._write_one(connection, outgoing.frames, outgoing.kind, values, int(first_time))
+                await self._write_outgoing(connection, self._outbox.popleft())
             else:
                 self._written.set()
                 self._to_write.clear()
                 await self._to_write.wait()
 
-    async def _write_one(
-        self, connection: Connection, frames: list[wire.Buffer], kind: Kind, values: int, messages: int
-    ) -> None:
+    async def _write_outgoing(self, connection: Connection, outgoing: Outgoing) -> None:
+        count = self._counts[outgoing.kind]
+        again = outgoing.sequence < self._next_counted
+        messages = count.messages
+        await self._write_frames(connection, outgoing.frames, count)
+        if again:
+            count.messages = messages
+        else:
+            self._next_counted += 1
+            count.values += outgoing.values
+
+    async def _write_frames(self, connection: Connection, frames: list[wire.Buffer], count: _Count) -> None:
         before = connection.nbytes_sent
         try:
             await connection.send(frames)
@@ -292,11 +315,9 @@ class Link:
             # By what the connection itself has counted, so that a send that failed or was cancelled is counted right too.
             nbytes = connection.nbytes_sent - before
             if nbytes:
-                count = self._counts[kind]
                 count.header_nbytes += len(frames[0])
                 count.payload_nbytes += nbytes - len(frames[0])
-                count.values += values
-                count.messages += messages
+                count.messages += 1
 
     # -------------------------------------------------------------------------------------------------------- effects
 

@@ -239,6 +239,16 @@ async def whoever_dials_first_waits(make: MakeTransport, address: Address) -> No
         await listening.close()
 
 
+async def a_closed_transport_says_so(make: MakeTransport, address: Address) -> None:
+    transport = make()
+    await transport.close()
+    await transport.close()
+    for use in (transport.listen(address), transport.dial(address, timeout_s=_PATIENCE_S)):
+        with contextlib.suppress(TransportClosed):
+            await use
+            raise AssertionError("a transport that was closed here raises TransportClosed")
+
+
 TRANSPORT_CHECKS: tuple[TransportCheck, ...] = (
     frames_arrive_as_they_were,
     messages_keep_their_order,
@@ -253,4 +263,5 @@ TRANSPORT_CHECKS: tuple[TransportCheck, ...] = (
     an_address_that_is_none_is_named,
     dialling_nobody_ends_in_time,
     whoever_dials_first_waits,
+    a_closed_transport_says_so,
 )

@@ -195,22 +195,30 @@ class MemoryTransport(Transport):
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
+        self._closed = False
         self._made: weakref.WeakSet[Connection | Listener] = weakref.WeakSet()
 
     async def listen(self, address: Address) -> Listener:
+        self._check_open()
         listener = MemoryListener(self._network, address)
         self._made.add(listener)
         return listener
 
     async def dial(self, address: Address, *, timeout_s: float) -> Connection:
+        self._check_open()
         connection = await self._network.connect(address, timeout_s)
         self._made.add(connection)
         return connection
 
     async def close(self) -> None:
+        self._closed = True
         for made in list(self._made):
             await made.close()
         self._made.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosed("the transport was closed here")
 
 
 def _name(address: Address) -> str:

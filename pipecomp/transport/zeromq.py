@@ -332,6 +332,7 @@ class ZeromqTransport(Transport):
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._closed = False
         self._made: weakref.WeakSet[Connection | Listener] = weakref.WeakSet()
 
     async def listen(self, address: Address) -> Listener:
@@ -358,6 +359,7 @@ class ZeromqTransport(Transport):
             raise PeerLost(f"cannot reach {address} within {timeout_s:g} s: {reason}") from last
 
     async def close(self) -> None:
+        self._closed = True
         for made in list(self._made):
             await made.close()
         self._made.clear()
@@ -368,6 +370,8 @@ class ZeromqTransport(Transport):
             self._context = None
 
     def _zeromq(self) -> zmq.Context[zmq.Socket[bytes]]:
+        if self._closed:
+            raise TransportClosed("the transport was closed here")
         if self._context is None:
             self._context = zmq.Context()
         return self._context
