@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipecomp.errors import TransportError
+from pipecomp.errors import TransportClosed, TransportError
 from pipecomp.transport.base import Address, Connection, Frame, Listener, Transport
 
 _PIECE_S = 0.005
@@ -146,6 +146,8 @@ class ShapedConnection(Connection):
                 self._on_the_way.clear()
 
     def _check(self) -> None:
+        if self._closed:
+            raise TransportClosed(f"the connection to {self.peer} was closed here")
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
