@@ -1,0 +1,68 @@
+"""Law 4: a sample's bytes are what the size function says, and that is what the formula in `docs/numerics.md` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from pipecomp import registry
+from pipecomp.errors import CodecError
+from pipecomp.types import TensorSpec
+
+SPECS = [TensorSpec(1, 1), TensorSpec(1, 13), TensorSpec(4, 64), TensorSpec(3, 100), TensorSpec(1024, 1600), TensorSpec(0, 64)]
+
+
+def quantized_nbytes(num_values: int, bits: int, group: int, scale_nbytes: int) -> int:
+    """Written once more, from the text: scales, then for each block of whole groups its planes, each rounded up to a byte."""
+    planes = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}[bits]
+    block = group
+    while block < 128:
+        block += group
+    total = math.ceil(num_values / group) * scale_nbytes
+    while num_values > 0:
+        length = min(block, num_values)
+        total += sum(math.ceil(length * width / 8) for width in planes)
+        num_values -= length
+    return total
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("group", [1, 5, 16, 24, 64, 100, 256, "row"])
+@pytest.mark.parametrize(("scale", "scale_nbytes"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_sizes_follow_the_formula(bits: int, group: int | str, scale: str, scale_nbytes: int) -> None:
+    for name in ("uniform", "delta"):
+        codec = registry.load("pipecomp.codecs", name).from_options({"bits": bits, "group": group, "scale": scale})
+        for spec in SPECS:
+            length = spec.num_columns if group == "row" else group
+            expected = quantized_nbytes(spec.num_values, bits, int(length), scale_nbytes)
+            assert codec.encoded_nbytes(spec, first_visit=False) == expected
+
+
+@pytest.mark.parametrize(("name", "options", "nbytes"), [("identity", {}, 4), ("cast", {}, 2), ("cast", {"dtype": "fp16"}, 2)])
+def test_whole_values_take_the_bytes_of_their_dtype(name: str, options: Mapping[str, object], nbytes: int) -> None:
+    codec = registry.load("pipecomp.codecs", name).from_options(options)
+    assert [codec.encoded_nbytes(spec, first_visit=True) for spec in SPECS] == [nbytes * s.num_values for s in SPECS]
+
+
+def test_the_published_settings_take_their_bits() -> None:
+    spec = TensorSpec(1024, 1600)
+    sizes = {
+        bits: registry.load("pipecomp.codecs", "delta")
+        .from_options({"bits": bits, "group": 64})
+        .encoded_nbytes(spec, first_visit=False)
+        for bits in (2, 3, 4)
+    }
+    assert {bits: 8 * nbytes / spec.num_values for bits, nbytes in sizes.items()} == {2: 2.25, 3: 3.25, 4: 4.25}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_no_dtype_is_converted_in_silence(dtype: torch.dtype) -> None:
+    for name, options in [("identity", {}), ("cast", {}), ("uniform", {"bits": 4}), ("delta", {"bits": 4})]:
+        codec = registry.load("pipecomp.codecs", name).from_options(options)
+        out = np.zeros(codec.encoded_nbytes(TensorSpec(2, 8), first_visit=True), np.uint8)
+        with pytest.raises(CodecError, match="float32"):
+            codec.encode(torch.ones(2, 8).to(dtype), None, seed=0, out=out)

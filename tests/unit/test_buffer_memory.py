@@ -1,0 +1,82 @@
+"""Messages in memory: nothing staged is seen before its step commits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipecomp.buffers.base import SampleMessage
+from pipecomp.buffers.memory import MemoryBuffer
+from pipecomp.errors import LocalProtocolError
+from pipecomp.types import SampleId
+
+ONE, TWO = SampleId(1), SampleId(2**64 - 1)
+
+
+def message(version: int, fill: float = 1.0) -> SampleMessage:
+    return SampleMessage(version, torch.full((2, 3), fill))
+
+
+def test_a_staged_message_is_not_seen_before_its_commit() -> None:
+    buffer = MemoryBuffer()
+    buffer.stage(7, ONE, message(1))
+    assert buffer.get(ONE) is None
+    buffer.commit(7)
+    assert buffer.get(ONE).version == 1
+
+
+def test_an_aborted_step_leaves_no_trace() -> None:
+    buffer = MemoryBuffer()
+    buffer.stage(1, ONE, message(1))
+    buffer.commit(1)
+    before = buffer.digest()
+    buffer.stage(2, ONE, message(2, 5.0))
+    buffer.stage(2, TWO, message(1))
+    buffer.abort(2)
+    buffer.commit(2)
+    assert buffer.digest() == before
+    assert buffer.nbytes == 24
+
+
+def test_steps_end_independently_of_each_other() -> None:
+    buffer = MemoryBuffer()
+    buffer.stage(1, ONE, message(1))
+    buffer.stage(2, TWO, message(1))
+    buffer.commit(2)
+    buffer.abort(1)
+    assert list(buffer.digest()) == [TWO]
+
+
+def test_a_sample_is_staged_once_a_step() -> None:
+    buffer = MemoryBuffer()
+    buffer.stage(1, ONE, message(1))
+    with pytest.raises(LocalProtocolError, match="sample 1 was already staged in step 1"):
+        buffer.stage(1, ONE, message(2))
+
+
+def test_a_step_without_messages_can_end_either_way() -> None:
+    buffer = MemoryBuffer()
+    buffer.commit(1)
+    buffer.abort(2)
+    assert buffer.digest() == {}
+
+
+def test_staged_messages_count_as_held() -> None:
+    buffer = MemoryBuffer()
+    buffer.stage(1, ONE, message(1))
+    assert buffer.nbytes == 24
+    buffer.commit(1)
+    buffer.stage(2, ONE, message(2))
+    assert buffer.nbytes == 48
+    buffer.commit(2)
+    assert buffer.nbytes == 24
+
+
+def test_a_digest_tells_versions_and_bits_apart() -> None:
+    digests = []
+    for values in (message(1), message(2), message(1, -0.0), message(1, 0.0)):
+        buffer = MemoryBuffer()
+        buffer.stage(1, ONE, values)
+        buffer.commit(1)
+        digests.append(buffer.digest()[ONE])
+    assert len(set(digests)) == 4
