@@ -39,9 +39,8 @@ class Batches:
         self._epoch = -1
         self._epoch_batches: list[Microbatches] = []
         self.steps_per_epoch = num_batches(len(train), config.batch_size)
-        self.total_steps = config.num_train_epochs * self.steps_per_epoch
-        if config.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.max_steps)
+        self.total_steps = config.max_steps or config.num_train_epochs * self.steps_per_epoch
+        """`max_steps` overrides the number of epochs in both directions, as the Hugging Face trainer has it."""
         self._evaluation_parts = [] if held_out is None else _evaluation_parts(held_out, config)
 
     @property

@@ -51,8 +51,11 @@ def test_terms_say_how_many_steps_there_are(tmp_path):
     assert sum(size.samples for size in terms.evaluation_sizes) == 4
 
 
-def test_max_steps_cuts_the_last_epoch(tmp_path):
-    assert prepare_run(make_config(train={"batch_size": 4, "max_steps": 2}), tmp_path).terms.total_steps == 2
+@pytest.mark.parametrize("max_steps", [2, 50])
+def test_max_steps_overrides_the_epochs_in_both_directions(tmp_path, max_steps):
+    run = prepare_run(make_config(train={"batch_size": 4, "max_steps": max_steps}), tmp_path)
+    assert run.terms.total_steps == max_steps
+    assert run.terms.batch_size(max_steps).samples in (2, 4)
 
 
 def test_no_sample_is_both_trained_and_held_out(tmp_path):
