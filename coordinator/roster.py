@@ -34,7 +34,9 @@ class Member:
         """For people: name, host, process, and the stages it holds."""
         text = f"{self.name} (host {self.join.host}, process {self.join.process_id}"
         for split in self.stages:
-            text += f", stage {split.stage}: layers {split.first_layer}-{split.end_layer - 1}"
+            last = split.end_layer - 1
+            layers = f"layer {last}" if split.first_layer == last else f"layers {split.first_layer}-{last}"
+            text += f", stage {split.stage}: {layers}"
         return text + ")"
 
 

@@ -51,8 +51,8 @@ PRELOADED = (
 """What the children import anyway. Only imported: no operation, context or thread may exist before a fork."""
 
 COORDINATOR = "coordinator"
-LEAVE_S = 5.0
-"""How long workers get to leave after the coordinator has ended."""
+LEAVE_S = 2.0
+"""How long workers get to leave after the coordinator has ended; one that hangs must not keep the others' end waiting."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
