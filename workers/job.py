@@ -77,6 +77,7 @@ class AssignedWork:
         self._own_model: Any = None
         self._background: list[asyncio.Task[None]] = []
         self._loaded = asyncio.Event()
+        self._random = False
         if model_folder is not None:
             from pipecomp.models import open_model
 
@@ -137,6 +138,7 @@ class AssignedWork:
         if model.plan.tied is not None:
             self._aliases = {model.plan.tied.alias: model.plan.tied.name}
         self._note("fetching weights")
+        self._random = assignment.random_weights
         self._weights_link = await self._hub.dial(weights_address, m.weights_link(self._name), timeout_s=_CONNECT_S)
         weights = None if assignment.random_weights else await self._fetch(assignment)
         self._note("materializing weights")
@@ -214,7 +216,7 @@ class AssignedWork:
 
         self._note("sending weights to the coordinator")
         named = [pair for module in self._modules.values() for pair in module.named_checkpoint_parameters()]
-        count = await send_tensors(self._weights_link, trained_tensors(named, self._aliases))
+        count = await send_tensors(self._weights_link, trained_tensors(named, self._aliases, frozen_too=self._random))
         await self._weights_link.drain(timeout_s=_UPLOAD_S)
         self._note("weights are sent")
         return e.WeightsUploaded(num_tensors=count, traffic=self._traffic())

@@ -84,10 +84,10 @@ def read_own_tensors(reader: CheckpointReader, entries: Sequence[TensorEntry], f
 
 
 def trained_tensors(
-    named: Iterable[tuple[str, torch.nn.Parameter]], aliases: Mapping[str, str]
+    named: Iterable[tuple[str, torch.nn.Parameter]], aliases: Mapping[str, str], *, frozen_too: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters to send back: all but a tied weight's alias."""
-    return ((name, parameter.detach()) for name, parameter in named if name not in aliases)
+    """Parameters to send back: all but a tied weight's alias and what the coordinator still has as it was."""
+    return ((n, p.detach()) for n, p in named if n not in aliases and (p.requires_grad or frozen_too))
 
 
 def _requests(entries: Sequence[TensorEntry]) -> Iterator[WeightsRequest]:

@@ -130,3 +130,23 @@ async def test_values_that_are_not_finite_refuse_the_step_and_the_next_one_goes_
         await three.step(batch(0), learning_rate=1e-3)
         for sender, receiver in three.digests():
             assert sender == receiver
+
+
+async def test_a_tied_weight_keeps_two_equal_copies_whatever_its_codec() -> None:
+    """Both ends add the same two reconstructions, so a lossy exchange cannot make the copies drift apart."""
+    tied = {**MODEL, "tie_word_embeddings": True}
+    tree = {
+        "model": {"config": tied, "weights": "random"},
+        "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": 12},
+        "train": {"batch_size": 6, "num_microbatches": 3},
+        "compression": {"tied": {"codec": "uniform", "bits": 4}},
+        "cluster": {"tied_weights": "exchange"},
+    }
+    async with LocalPipeline(parse_run_config(tree), tied, num_ranks=2) as two:
+        before = two.parameters()
+        for first in (0, 100, 0):
+            await two.step(batch(first), learning_rate=1e-2)
+            after = two.parameters()
+            assert torch.equal(after["transformer.wte.weight"], after["lm_head.weight"])
+        assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+        assert two.traffic()[Kind.TIED] == 3 * 2 * VOCAB * MODEL["n_embd"]

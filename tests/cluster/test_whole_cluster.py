@@ -1,0 +1,251 @@
+"""Coordinator and workers, all real, in one loop over the memory transport: what only the whole can show."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.batches import Wanted
+from coordinator.console import PlainConsole
+from coordinator.events import Finish
+from coordinator.preparation import prepare_run
+from coordinator.service import CoordinatorService, ServiceOptions, Surroundings
+from coordinator.summary import make_summary
+from pipecomp import __version__
+from pipecomp.config import RunConfig, parse_run_config
+from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.stage import StageRuntime
+from pipecomp.transport.base import Address
+from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
+from workers.job import AssignedWork
+from workers.service import WorkerOptions, WorkerService
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+IDENTITY = {"codec": "identity"}
+
+
+def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"name": str(EXAMPLES / "demo-gpt2"), "weights": "random"},
+        "data": {
+            "train": str(EXAMPLES / "state-of-the-union.jsonl"),
+            "max_length": 16,
+            "packing": True,
+            "max_train_samples": 13,
+            "max_eval_samples": 5,
+        },
+        "train": {
+            "batch_size": 4,
+            "num_microbatches": 2,
+            "learning_rate": 1e-3,
+            "output_dir": str(folder / "model"),
+            "max_grad_norm": 0.0,
+        },
+        "compression": {"forward": IDENTITY, "backward": IDENTITY, "evaluation": IDENTITY},
+        "cluster": {"num_stages": 2},
+    }
+    for name, values in sections.items():
+        tree[name] |= values
+    return parse_run_config(tree)
+
+
+class Cluster:
+    """One run in this loop."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.network = MemoryNetwork()
+        self.output = io.StringIO()
+        self.compute = ComputeThread(num_threads=1)
+        self.work, self.disk = ComputeThread(), ComputeThread()
+        self.service = CoordinatorService(
+            config,
+            ServiceOptions(
+                run="run", version=__version__, bind=Address("memory://control"), weights_bind=Address("memory://weights")
+            ),
+            Surroundings(
+                transport=MemoryTransport(self.network),
+                clock=asyncio.get_running_loop().time,
+                sleep=asyncio.sleep,
+                prepare=partial(prepare_run, cache_folder=None),
+                work=self.work,
+                disk=self.disk,
+                console=PlainConsole(self.output),
+                step_log=None,
+            ),
+        )
+        self.workers: list[WorkerService] = []
+
+    async def run(self, before_start: Callable[[WorkerService], None] | None = None) -> tuple[Finish, dict[str, Any]]:
+        ready = asyncio.Event()
+        leading = asyncio.create_task(self.service.run(lambda _: ready.set()))
+        await ready.wait()
+        for rank in range(self.config.cluster.num_stages):
+            transport = MemoryTransport(self.network)
+            name = f"worker-{rank}"
+            work = AssignedWork(
+                name=name, data_address=Address(f"memory://{name}"), transport=transport, compute=self.compute
+            )
+            options = WorkerOptions(coordinator="memory://control", name=name)
+            self.workers.append(
+                WorkerService(options, control=MemoryTransport(self.network), work=work, clock=asyncio.get_running_loop().time)
+            )
+        if before_start is not None:
+            for worker in self.workers:
+                before_start(worker)
+        try:
+            finish, *_ = await asyncio.gather(leading, *(worker.run() for worker in self.workers))
+        finally:
+            for thread in (self.compute, self.work, self.disk):
+                thread.close()
+        summary = make_summary(
+            self.service.ledger,
+            self.service.own_traffic(),
+            wall_time_s=1.0,
+            stopped_early=finish.stopped_early,
+            cause=finish.cause,
+        )
+        return finish, summary
+
+
+def plain_loss(folder: Path, config: RunConfig) -> float:
+    """Held-out loss of the saved folder in plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    batches = prepare_run(config, None).batches
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    loss_sum, num_targets = 0.0, 0
+    for part, size in enumerate(batches.evaluation_sizes):
+        plan, buffers = batches.evaluation_plan(epoch=1, evaluation=1, part=part, wanted=Wanted(True, True))
+        num_targets += size.targets
+        ids, labels = (np.frombuffer(buffer, "<i4").astype(np.int64) for buffer in buffers)
+        ends = np.cumsum([ref.length for refs in plan.microbatches for ref in refs])[:-1]
+        for row, row_labels in zip(np.split(ids, ends), np.split(labels, ends), strict=True):
+            with torch.no_grad():
+                out = model(
+                    input_ids=torch.from_numpy(row)[None], labels=torch.from_numpy(row_labels)[None], num_items_in_batch=1
+                )
+            loss_sum += float(out.loss)
+    return loss_sum / num_targets
+
+
+async def test_a_trained_model_opens_in_plain_transformers_with_the_loss_of_the_summary(tmp_path: Path) -> None:
+    config = make_config(tmp_path, model={"freeze": ["transformer.wte.*", "*.h.0.*"]})
+    finish, summary = await Cluster(config).run()
+    assert finish.exit_code == 0, finish.cause
+    assert summary["steps"] == 4
+    assert summary["eval_loss"] < summary["initial_eval_loss"]
+    assert plain_loss(tmp_path / "model", config) == pytest.approx(summary["eval_loss"], rel=1e-6)
+
+
+async def test_every_kind_of_traffic_is_in_the_summary_and_none_is_left_out(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    cluster = Cluster(config)
+    _, summary = await cluster.run()
+    assert set(summary["traffic"]) == {"forward", "backward", "gradients", "tied", "evaluation", "weights", "control"}
+    hidden, tokens, steps = 128, 13 * 16, 1
+    for kind in ("forward", "backward"):
+        assert summary["traffic"][kind]["values"] == hidden * tokens * steps
+        assert summary["traffic"][kind]["payload_bytes"] == 4 * hidden * tokens * steps
+    assert summary["traffic"]["evaluation"]["values"] == 2 * hidden * 5 * 16  # before and after training
+    model_nbytes = 4 * sum(p.numel() for p in _parameters(tmp_path / "model"))
+    assert summary["traffic"]["weights"]["payload_bytes"] == model_nbytes
+
+
+def _parameters(folder: Path) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
+
+
+async def test_heartbeats_survive_a_long_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 9: the backward below ends only when the coordinator has heard the worker three more times."""
+    enough = threading.Event()
+    backward = StageRuntime.backward
+
+    def long_backward(self: StageRuntime, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        assert enough.wait(60), "no heartbeat came while the compute thread was busy"
+        return backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(StageRuntime, "backward", long_backward)
+    config = make_config(tmp_path, train={"max_steps": 1}, cluster={"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 30.0})
+    cluster = Cluster(config)
+    heard = 0
+
+    def watch(worker: WorkerService) -> None:
+        send = worker._send
+
+        async def counting(message: Any) -> None:
+            nonlocal heard
+            if type(message).__name__ == "Heartbeat" and "backward of microbatch" in message.activity:
+                heard += 1
+                if heard >= 3:
+                    enough.set()
+            await send(message)
+
+        worker._send = counting  # type: ignore[method-assign]
+
+    finish, _ = await cluster.run(watch)
+    assert finish.exit_code == 0, finish.cause
+    assert heard >= 3
+
+
+async def test_a_step_whose_values_are_not_finite_is_aborted_everywhere_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = StageRuntime.forward
+
+    def broken_forward(self: StageRuntime, step: int, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, step, *args, **kwargs)
+        if step == 2 and result.hidden is not None:
+            return result._replace(hidden=result.hidden * float("inf"))
+        return result
+
+    monkeypatch.setattr(StageRuntime, "forward", broken_forward)
+    compression = {"forward": {"codec": "delta", "bits": 4}, "backward": {"codec": "uniform", "bits": 8}}
+    finish, summary = await Cluster(make_config(tmp_path, compression=compression)).run()
+    assert finish.exit_code == 0, finish.cause
+    assert [a["step"] for a in summary["aborted_steps"]] == [2]
+    assert summary["steps"] == 3
+
+
+async def test_a_run_of_steps_that_are_not_finite_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = StageRuntime.forward
+
+    def broken_forward(self: StageRuntime, step: int, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, step, *args, **kwargs)
+        return result if result.hidden is None else result._replace(hidden=result.hidden * float("nan"))
+
+    monkeypatch.setattr(StageRuntime, "forward", broken_forward)
+    config = make_config(
+        tmp_path, compression={"forward": {"codec": "uniform", "bits": 4}}, train={"max_aborted_steps": 1}
+    )
+    finish, _ = await Cluster(config).run()
+    assert finish.exit_code == 1
+    assert "2 steps in a row had to be aborted" in finish.cause
+    assert "NaN" in finish.cause or "not finite" in finish.cause
+
+
+async def test_a_worker_that_fails_is_named_with_its_stage_and_what_it_was_doing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_backward(self: StageRuntime, *_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(StageRuntime, "backward", broken_backward)
+    finish, _ = await Cluster(make_config(tmp_path)).run()
+    assert finish.exit_code == 1
+    assert "worker-1" in finish.cause
+    assert "backward of microbatch 0 on stage 1" in finish.cause
+    assert "out of memory" in finish.cause
