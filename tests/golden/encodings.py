@@ -1,0 +1,57 @@
+"""Write `encodings.json`: what each codec made of fixed samples. Run by hand, and only when the format changes on purpose.
+
+    python tests/golden/encodings.py
+
+Peers of another version read these bytes, so a change needs a new protocol version.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipecomp import registry
+from pipecomp.types import TensorSpec
+
+FILE = Path(__file__).with_suffix(".json")
+SEED = 0xFEDCBA9876543210
+ROWS, COLUMNS = 3, 50
+CODECS = [
+    {"codec": "identity"},
+    {"codec": "cast", "dtype": "bf16"},
+    {"codec": "cast", "dtype": "fp16"},
+    *({"codec": "uniform", "bits": bits} for bits in (1, 2, 3, 4, 5, 6, 7, 8)),
+    {"codec": "uniform", "bits": 3, "group": "row", "scale": "fp16", "rounding": "stochastic"},
+    {"codec": "uniform", "bits": 2, "group": 16, "scale": "fp32", "rounding": "stochastic"},
+    {"codec": "delta", "bits": 2},
+    {"codec": "delta", "bits": 4, "rounding": "stochastic", "first_visit": "whole"},
+]
+
+
+def sample(visit: int) -> torch.Tensor:
+    """Made by integers, so that every machine has the same bits."""
+    index = np.arange(ROWS * COLUMNS, dtype=np.uint64)
+    mixed = (index * np.uint64(2654435761) + np.uint64(97 * visit) * (index + np.uint64(1))) % np.uint64(2**20)
+    values = (mixed.astype(np.float32) - np.float32(2**19)) * np.float32(2.0**-18)
+    return torch.from_numpy(values.reshape(ROWS, COLUMNS))
+
+
+def encodings(options: dict[str, object]) -> list[str]:
+    """Hexadecimal payloads of three visits of the sample."""
+    codec = registry.load("pipecomp.codecs", options["codec"]).from_options(
+        {key: value for key, value in options.items() if key != "codec"}
+    )
+    payloads, message = [], None
+    for visit in range(3):
+        payload = np.zeros(codec.encoded_nbytes(TensorSpec(ROWS, COLUMNS), first_visit=message is None), np.uint8)
+        message = codec.encode(sample(visit), message, seed=SEED + visit, out=payload)
+        payloads.append(payload.tobytes().hex())
+    return payloads
+
+
+if __name__ == "__main__":
+    stored = [{"options": options, "payloads": encodings(options)} for options in CODECS]
+    FILE.write_text(json.dumps(stored, indent=1) + "\n")
