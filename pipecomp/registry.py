@@ -14,7 +14,7 @@ from typing import Any
 
 from pipecomp.errors import ConfigError
 
-_NOT_PLUGINS = frozenset({"base", "bench_kernels"})
+_NOT_PLUGINS = frozenset({"base", "bench_errors", "bench_kernels"})
 _ALIASES = {"pipecomp.schedules": {"1f1b": "one_f_one_b"}}
 
 

@@ -6,10 +6,6 @@ rounds of the ratio within a round. The torch version does the same arithmetic; 
 
 from __future__ import annotations
 
-import datetime as dt
-import json as json_format
-import os
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pipecomp.codecs import _results
 from pipecomp.errors import CodecError
 from pipecomp.native import ops
 from pipecomp.native.ops import Layout
@@ -70,18 +67,11 @@ def run(
         rows = [row for case in cases for row in _measure(case, rounds)]
     finally:
         torch.set_num_threads(threads)
-    result = {
-        "command": "pipecomp bench kernels --json",
-        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
-        "rows": rows,
-        "bars": [_judge(row, bar) for row in rows for bar in BARS if _is_judged(row, bar)],
-    }
+    bars = [_judge(row, bar) for row in rows for bar in BARS if _is_judged(row, bar)]
+    result = _results.result("pipecomp bench kernels --json", rows, bars)
     _print(result)
     if json:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json_format.dumps(result, indent=1) + "\n")
-        sys.stdout.write(f"written to {path}\n")
+        _results.write(path, result)
     return result
 
 
@@ -188,24 +178,6 @@ def _judge(row: dict[str, Any], bar: Bar) -> dict[str, Any]:
     value = row[f"ratio_to_{bar.other}"]
     name = f"{row['op']}, {row['bits']} bits, groups of {row['group']}, times the rate of {bar.other}"
     return {"name": name, "value": value, "bar": bar.least, "holds": value >= bar.least}
-
-
-def _machine() -> dict[str, Any]:
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cores": os.cpu_count(),
-        "memory_nbytes": memory,
-        "cpu": cpu,
-        "numpy": np.__version__,
-        "torch": torch.__version__,
-    }
 
 
 def _print(result: dict[str, Any]) -> None:
