@@ -185,7 +185,7 @@ def resolved_toml(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):

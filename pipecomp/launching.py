@@ -51,6 +51,7 @@ PRELOADED = (
 """What the children import anyway. Only imported: no operation, context or thread may exist before a fork."""
 
 COORDINATOR = "coordinator"
+_REHEARSED_COLUMNS = 64
 LEAVE_S = 2.0
 """How long workers get to leave after the coordinator has ended; one that hangs must not keep the others' end waiting."""
 _PR_SET_PDEATHSIG = 1
@@ -77,6 +78,9 @@ def preload(config: RunConfig) -> None:
     for name in (*PRELOADED, *family):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:  # uvloop is not there on every system
             importlib.import_module(name)
+    from pipecomp.runtime.rehearsal import rehearse_codecs
+
+    rehearse_codecs(config, _REHEARSED_COLUMNS)  # kernels are compiled, or loaded, once for all; no thread is started
 
 
 class Launch:

@@ -15,6 +15,7 @@ from pipecomp.config import ModelConfig, RunConfig, parse_rate, parse_run_config
 from pipecomp.errors import ConfigError, PeerLost, PipecompError, RemoteProtocolError
 from pipecomp.models.base import StageModule
 from pipecomp.protocol import messages as m
+from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.memory import peak_memory_nbytes
 from pipecomp.runtime.pipeline import Activity, Pipeline
@@ -72,6 +73,7 @@ class AssignedWork:
         self._links: dict[str, Any] = {}
         self._weights_link: Any = None
         self._pipeline: Pipeline | None = None
+        self._codec_threads: CodecThreads | None = None
         self._modules: dict[int, StageModule] = {}
         self._aliases: dict[str, str] = {}
         self._own_model: Any = None
@@ -117,7 +119,7 @@ class AssignedWork:
         """Build the shards, fetch their weights, open every link."""
         from pipecomp.models import model_from_config
         from pipecomp.runtime.assembly import Engine, PipelineMaker, build_modules, connect, own_stages
-        from pipecomp.runtime.channel import CodecThreads
+        from pipecomp.runtime.rehearsal import rehearse_codecs
 
         config = parse_run_config(assignment.config, "the coordinator's configuration")
         self._shape(config)
@@ -137,6 +139,8 @@ class AssignedWork:
             )
         if model.plan.tied is not None:
             self._aliases = {model.plan.tied.alias: model.plan.tied.name}
+        self._codec_threads = CodecThreads()
+        await self._codec_threads.run(functools.partial(rehearse_codecs, config, model.plan.hidden_size))
         self._note("fetching weights")
         self._random = assignment.random_weights
         self._weights_link = await self._hub.dial(weights_address, m.weights_link(self._name), timeout_s=_CONNECT_S)
@@ -147,7 +151,7 @@ class AssignedWork:
         self._note("connecting to neighbours")
         self._links = await connect(self._hub, assignment, timeout_s=_CONNECT_S)
         maker = PipelineMaker(
-            assignment, config, model, self._modules, self._links, Engine(self._compute, CodecThreads())
+            assignment, config, model, self._modules, self._links, Engine(self._compute, self._codec_threads)
         )
         self._pipeline = maker.make()
         self._pipeline.activity = self.activity
@@ -155,13 +159,12 @@ class AssignedWork:
             self._background.append(asyncio.create_task(inbox.run(), name=inbox.link.name))
         for channel in maker.channels:
             self._background += channel.start()
-        self._threads = self._pipeline.threads
         self._loaded.set()
         self._note("waiting for the first step")
-        parameters = [o.parameter for o in self._pipeline.optimizer.owned]
+        trained = [o.parameter for o in self._pipeline.optimizer.owned if o.counts_in_norm]
         return e.Loaded(
             num_parameters=sum(p.numel() for mod in self._modules.values() for n, p in self._named(mod)),
-            num_trainable=sum(p.numel() for p in parameters),
+            num_trainable=sum(p.numel() for p in trained),
             peak_memory_nbytes=peak_memory_nbytes(),
         )
 
@@ -239,8 +242,8 @@ class AssignedWork:
         await asyncio.gather(*self._background, return_exceptions=True)
         if self._hub is not None:
             await self._hub.close()
-        if self._pipeline is not None:
-            self._pipeline.threads.close()
+        if self._codec_threads is not None:
+            self._codec_threads.close()
         if self._compute is not None and self._owns_compute:
             self._compute.close()
         if self._transport is not None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,6 +102,7 @@ class ModelFolderWriter:
         plain = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in kept.items()}
         try:
             save_file(plain, self._draft / file, metadata={"format": "pt"})
+            (self._draft / file).chmod(0o666 & ~_umask())  # readable like any other file, not by its owner alone
         except OSError as e:
             raise ConfigError(f"cannot write {file} of the model for {self._folder}: {e.strerror or e}") from e
         self._weight_map.update(dict.fromkeys(kept, file))
@@ -167,3 +169,10 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if folder.exists() and not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} exists and is not a model folder: choose another train.output_dir, or empty it")
+
+
+def _umask() -> int:
+    """The process's file creation mask, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

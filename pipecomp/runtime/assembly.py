@@ -17,7 +17,6 @@ import torch
 
 from pipecomp import registry
 from pipecomp.buffers.memory import MemoryBuffer
-from pipecomp.codecs.base import Codec
 from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError
 from pipecomp.models.base import Model, StageModule, TiedWeight
@@ -28,6 +27,7 @@ from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.link import Link, LinkHub
 from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
 from pipecomp.runtime.pipeline import Inlet, Pipeline, StageEnds, check_layout
+from pipecomp.runtime.rehearsal import make_codec
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.runtime.tied import TiedExchange
 from pipecomp.schedules.base import Schedule
@@ -178,14 +178,9 @@ class PipelineMaker:
         return channel
 
     def _coder(self, link: str, kind: Kind) -> LinkCoder:
-        codec = self._codec(kind)
+        codec = make_codec(self._config, kind)
         buffer = MemoryBuffer() if codec.has_messages else None
         return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=self._config.train.seed)
-
-    def _codec(self, kind: Kind) -> Codec:
-        options = dict(getattr(self._config.compression, kind.value))
-        codec: Codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
-        return codec
 
     def _destination(self, kind: Kind, stage: int) -> Destination:
         a = self._assignment
@@ -222,7 +217,7 @@ class PipelineMaker:
         replica, stages = self._assignment.replica, self._assignment.stages
         return TiedExchange(
             self.inboxes[tied_link(replica)],
-            self._codec(Kind.TIED),
+            make_codec(self._config, Kind.TIED),
             self._engine.threads,
             self._destination(Kind.TIED, stages[-1].stage if is_embedding else stages[0].stage),
             own_stage=stages[0].stage if is_embedding else stages[-1].stage,

@@ -75,7 +75,13 @@ class NamespaceHosts:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(
-        self, host: int, command: Sequence[str], *, log: Path, sees_all: bool = False, environment: Mapping[str, str] | None = None
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        log: Path,
+        sees_all: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
         """Start a command on a host; it is ended with the hosts. All it prints goes to the file `log`; one that `sees_all`
         has nothing hidden from it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,11 @@ num_stages = 2
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path) -> Iterator[Path]:
+def run_folder(tmp_path: Path) -> Path:
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    yield tmp_path
+    return tmp_path
 
 
 def run_on_three_hosts(folder: Path, forward: str, backward: str) -> tuple[dict[str, Any], int]:

@@ -1,0 +1,39 @@
+"""Codecs tried once before the first step, so that compiling or loading their kernels delays no step and no heartbeat.
+Knows the run's compression settings; no links."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pipecomp import registry
+from pipecomp.codecs.base import Codec
+from pipecomp.config import RunConfig
+from pipecomp.native import ops
+from pipecomp.types import Kind, TensorSpec
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATION, Kind.TIED)
+_NUM_ROWS = 2
+
+
+def make_codec(config: RunConfig, kind: Kind) -> Codec:
+    """The codec that the run file gives a kind of traffic. Raises ConfigError for a name or option that is not known."""
+    options = dict(getattr(config.compression, kind.value))
+    codec: Codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
+    return codec
+
+
+def rehearse_codecs(config: RunConfig, num_columns: int) -> None:
+    """Encode and decode a few values with every codec of the run, first and later visit."""
+    values = torch.from_numpy(np.ones((_NUM_ROWS, num_columns), np.float32))
+    spec = TensorSpec(_NUM_ROWS, num_columns)
+    for codec in (make_codec(config, kind) for kind in _KINDS):
+        message = None
+        for _ in range(2 if codec.has_messages else 1):
+            out = np.empty(codec.encoded_nbytes(spec, first_visit=message is None), np.uint8)
+            message_out = codec.encode(values, message, seed=0, out=out)
+            codec.decode(out, message, spec)
+            message = message_out
+    flat = values.numpy().reshape(-1)
+    for old in (None, flat):
+        ops.squared_norms(flat, old, flat)
