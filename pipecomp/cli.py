@@ -87,7 +87,7 @@ def coordinator(
 def worker(
     coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the coordinator listens.")],
     name: Annotated[
-        str | None, typer.Option(help="Unique in the run; ranks go by name. Default: host name and process id.")
+        str | None, typer.Option(metavar="NAME", help="Unique in the run; ranks go by name. Default: host name and process id.")
     ] = None,
     bind: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Data port that neighbours dial; port 0 takes a free one.")
