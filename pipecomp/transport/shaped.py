@@ -56,11 +56,12 @@ class Gate:
         self._burst_s = burst_s
         self._last_departure = float("-inf")
 
-    def limit(self, rate_nbytes_per_s: float | None) -> None:
-        """Another rate from the next message on; None: no limit."""
+    def limit(self, rate_nbytes_per_s: float | None, latency_s: float = 0.0) -> None:
+        """Another rate and latency from the next message on; None: no limit."""
         if rate_nbytes_per_s is not None and not rate_nbytes_per_s > 0:
             raise ValueError(f"a rate is above zero, got {rate_nbytes_per_s}")
         self._rate = rate_nbytes_per_s
+        self.latency_s = latency_s
 
     async def leave(self, nbytes: int) -> None:
         """Return once `nbytes` have left."""
@@ -82,12 +83,11 @@ class Gate:
 class ShapedConnection(Connection):
     """A connection whose sending goes through a gate; what it receives was shaped by the other end."""
 
-    def __init__(self, inner: Connection, gate: Gate, latency_s: float, clock: Clock) -> None:
+    def __init__(self, inner: Connection, gate: Gate, clock: Clock) -> None:
         self.peer = inner.peer
         self.nbytes_sent = 0
         self._inner = inner
         self._gate = gate
-        self._latency_s = latency_s
         self._clock = clock
         self._turn = asyncio.Lock()
         self._on_the_way: collections.deque[tuple[float, Sequence[Frame]]] = collections.deque()
@@ -105,10 +105,10 @@ class ShapedConnection(Connection):
             self._check()
             await self._gate.leave(nbytes)
             self._check()
-            if self._latency_s == 0:
+            if self._gate.latency_s == 0 and (self._carrier is None or self._carrier.done()):
                 await self._inner.send(frames)
             else:
-                self._on_the_way.append((self._clock.now() + self._latency_s, frames))
+                self._on_the_way.append((self._clock.now() + self._gate.latency_s, frames))
                 if self._carrier is None or self._carrier.done():
                     self._carrier = asyncio.create_task(self._carry())
             self.nbytes_sent += nbytes
@@ -186,18 +186,17 @@ class ShapedTransport(Transport):
     ) -> None:
         """`latency_s` is one way. `burst_s` makes up for a loop that wakes late; `clock` is the loop's unless a test turns it."""
         self._inner = inner
-        self._latency_s = latency_s
         self._clock = clock if clock is not None else LoopClock()
         self._gate = Gate(rate_nbytes_per_s, self._clock, burst_s=burst_s)
+        self._gate.limit(rate_nbytes_per_s, latency_s)
         self._made: weakref.WeakSet[ShapedConnection] = weakref.WeakSet()
 
     def limit(self, *, rate_nbytes_per_s: float | None, latency_s: float) -> None:
-        """Another rate, and another latency for connections made from now on."""
-        self._latency_s = latency_s
-        self._gate.limit(rate_nbytes_per_s)
+        """Another rate and latency, from each connection's next message on."""
+        self._gate.limit(rate_nbytes_per_s, latency_s)
 
     def shape(self, connection: Connection) -> ShapedConnection:
-        shaped = ShapedConnection(connection, self._gate, self._latency_s, self._clock)
+        shaped = ShapedConnection(connection, self._gate, self._clock)
         self._made.add(shaped)
         return shaped
 

@@ -119,6 +119,24 @@ async def test_the_latency_delays_what_arrives_and_not_what_leaves():
     assert [round(when, 6) for when, _ in sink.taken] == [11.0, 12.0]
 
 
+async def test_limits_that_come_later_count_for_connections_that_are_there():
+    clock = StillClock()
+    sink = Sink(clock)
+    transport = shaped(clock, None)
+    connection = transport.shape(sink)
+    await connection.send([b"at once"])
+    transport.limit(rate_nbytes_per_s=1000.0, latency_s=5.0)
+    assert await clock.run(connection.send([b"x" * 1000])) == pytest.approx(1.0)
+    transport.limit(rate_nbytes_per_s=None, latency_s=0.0)
+    await connection.send([b"in its turn"])
+    await clock.run(connection.close(linger_s=1e9))
+    assert [(round(when, 6), frame[:7]) for when, frame in sink.taken] == [
+        (0, b"at once"),
+        (6, b"xxxxxxx"),
+        (6, b"in its "),
+    ]
+
+
 async def test_order_is_kept_however_small_the_messages():
     clock = StillClock()
     sink = Sink(clock)
