@@ -181,6 +181,9 @@ class LinkHub:
             )
             await connection.close()
             return
+        if self._closed:  # not refused: that would end the peer's link at once, and the peer is about to stop as well
+            await connection.close()
+            return
         reason = self._why_not(received.message)
         if reason:
             _log.warning("a connection from %s was refused: %s", connection.peer, reason)
@@ -205,7 +208,7 @@ class LinkHub:
                 return f"{message.worker} is of {field} {got!r}, {self._worker} of {field} {expected!r}"
         link = self._links.get(message.link)
         if link is None:
-            return "the hub is closing" if self._closed else ""
+            return ""
         if link.lost.done():
             return f"{self._worker} has given up link {message.link}: {link.lost.result()}"
         if not link.is_accepting:

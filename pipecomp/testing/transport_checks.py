@@ -239,6 +239,22 @@ async def whoever_dials_first_waits(make: MakeTransport, address: Address) -> No
         await listening.close()
 
 
+async def peers_that_come_and_go_are_each_lost_once_and_only_then(make: MakeTransport, address: Address) -> None:
+    """Whatever names connections below (file descriptors, say) is used again and again."""
+    async with _pair(make, address) as pair:
+        for i in range(40):
+            visitor = await pair.dialling.dial(pair.listener.address, timeout_s=_PATIENCE_S)
+            await visitor.send([b"%d" % i])
+            accepted = await pair.listener.accept()
+            if i % 2:
+                await accepted.send([b"back"])
+                assert await _receive(visitor) == [b"back"]
+            await visitor.close(linger_s=_PATIENCE_S)
+            assert await _receive_until_lost(accepted) == [b"%d" % i]
+        await pair.dialler.send([b"still here"])
+        assert await _receive(pair.accepted) == [b"still here"]
+
+
 async def a_closed_transport_says_so(make: MakeTransport, address: Address) -> None:
     transport = make()
     await transport.close()
@@ -263,5 +279,6 @@ TRANSPORT_CHECKS: tuple[TransportCheck, ...] = (
     an_address_that_is_none_is_named,
     dialling_nobody_ends_in_time,
     whoever_dials_first_waits,
+    peers_that_come_and_go_are_each_lost_once_and_only_then,
     a_closed_transport_says_so,
 )
