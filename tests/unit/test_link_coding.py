@@ -1,0 +1,163 @@
+"""A microbatch through a link's coder: exact sizes, no neighbour and no padding in any byte, versions, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from pipecomp import registry
+from pipecomp.buffers.memory import MemoryBuffer
+from pipecomp.errors import CodecError, MessageMismatch, NonFiniteValues, RemoteProtocolError
+from pipecomp.protocol.messages import SampleHeader, SampleRef
+from pipecomp.runtime.coding import EncodedMicrobatch, LinkCoder
+from pipecomp.types import Kind, TensorSpec
+
+COLUMNS = 40
+LENGTHS = {11: 3, 12: 7, 13: 1, 14: 5}
+CODECS: list[dict[str, Any]] = [
+    {"codec": "identity"},
+    {"codec": "cast"},
+    {"codec": "uniform", "bits": 3, "group": 64, "rounding": "stochastic"},
+    {"codec": "delta", "bits": 2, "group": 64, "rounding": "stochastic"},
+]
+by_codec = pytest.mark.parametrize("options", CODECS, ids=lambda options: options["codec"])
+
+
+def coder(options: Mapping[str, Any], *, link: str = "0/0-1", run_seed: int = 5) -> LinkCoder:
+    rest = {key: value for key, value in options.items() if key != "codec"}
+    codec = registry.load("pipecomp.codecs", options["codec"]).from_options(rest)
+    buffer = MemoryBuffer() if codec.has_messages else None
+    return LinkCoder(codec, buffer, link=link, kind=Kind.FORWARD, run_seed=run_seed)
+
+
+def values_of(sample: int, visit: int = 0) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(100 * sample + visit)
+    return sample * torch.randn(LENGTHS[sample], COLUMNS, generator=chance)
+
+
+def microbatch(samples: Sequence[int], visit: int = 0, padding: float = 0.0, longest: int = 9) -> torch.Tensor:
+    padded = torch.full((len(samples), longest, COLUMNS), padding)
+    for row, sample in zip(padded, samples, strict=True):
+        row[: LENGTHS[sample]] = values_of(sample, visit)
+    return padded
+
+
+def refs(samples: Sequence[int]) -> list[SampleRef]:
+    return [SampleRef(sample, LENGTHS[sample]) for sample in samples]
+
+
+def encode(end: LinkCoder, samples: Sequence[int], *, step: int = 1, **how: Any) -> EncodedMicrobatch:
+    return end.encode(microbatch(samples, **how), refs(samples), step=step, metered=False)
+
+
+def bytes_by_sample(end: LinkCoder, parts: Sequence[Sequence[int]], **how: Any) -> dict[int, list[bytes]]:
+    """Two visits of the samples, each step cut into `parts`; every sample's bytes."""
+    found: dict[int, list[bytes]] = {}
+    for step in (1, 2):
+        for part in parts:
+            encoded = encode(end, part, step=step, visit=step, **how)
+            for header, buffer in zip(encoded.samples, encoded.buffers, strict=True):
+                found.setdefault(header.sample_id, []).append(bytes(buffer))
+        end.commit(step)
+    return found
+
+
+@by_codec
+def test_a_samples_bytes_do_not_depend_on_its_neighbours_or_its_place(options: dict[str, Any]) -> None:
+    together = bytes_by_sample(coder(options), [[11, 12, 13, 14]])
+    assert bytes_by_sample(coder(options), [[14, 12], [13], [11]]) == together
+    assert bytes_by_sample(coder(options), [[14, 13, 12, 11]]) == together
+
+
+@by_codec
+def test_what_lies_in_the_padding_changes_no_byte_and_is_not_counted(options: dict[str, Any]) -> None:
+    samples = [11, 12, 13]
+    clean = bytes_by_sample(coder(options), [samples])
+    assert bytes_by_sample(coder(options), [samples], padding=float("nan")) == clean
+    assert bytes_by_sample(coder(options), [samples], longest=7) == clean
+    assert encode(coder(options), samples).num_values == sum(LENGTHS[s] for s in samples) * COLUMNS
+
+
+@by_codec
+def test_a_buffer_has_the_size_that_its_codec_says_on_every_visit(options: dict[str, Any]) -> None:
+    end = coder(options)
+    for step in (1, 2):
+        encoded = encode(end, [12, 13], step=step, visit=step)
+        specs = [TensorSpec(LENGTHS[s], COLUMNS) for s in (12, 13)]
+        assert [len(b) for b in encoded.buffers] == [end.codec.encoded_nbytes(s, first_visit=step == 1) for s in specs]
+        end.commit(step)
+
+
+def test_a_sample_says_which_version_of_its_message_it_is_coded_against() -> None:
+    end = coder(CODECS[3])
+    encode(end, [11], step=1)
+    end.commit(1)
+    encode(end, [11, 12], step=2)
+    end.abort(2)
+    assert encode(end, [11, 12], step=3).samples == (SampleHeader(11, 1, 3), SampleHeader(12, 0, 7))
+
+
+def test_an_end_that_remembers_another_version_refuses_by_name() -> None:
+    sender, receiver = coder(CODECS[3]), coder(CODECS[3])
+    encode(sender, [11], step=1)
+    sender.commit(1)
+    late = encode(sender, [11], step=2)
+    with pytest.raises(MessageMismatch, match=r"link 0/0-1, sample 0{14}0b: .* version 1 .* version 0"):
+        receiver.decode(late.samples, late.buffers, num_columns=COLUMNS, step=2)
+
+
+def test_a_sample_that_changes_its_length_is_refused_by_name() -> None:
+    end = coder(CODECS[3])
+    encode(end, [11], step=1)
+    end.commit(1)
+    with pytest.raises(RemoteProtocolError, match="0b had 3 rows at its last visit and has 2 now"):
+        end.encode(microbatch([11]), [SampleRef(11, 2)], step=2, metered=False)
+
+
+def test_chance_depends_on_run_link_sample_and_step_and_on_nothing_else() -> None:
+    def drawn(*, sample: int = 12, step: int = 1, **where: Any) -> bytes:
+        tensor = torch.full((1, 7, COLUMNS), 0.3)
+        tensor[0, 0, 0] = 1.0
+        encoded = coder(CODECS[2], **where).encode(tensor, [SampleRef(sample, 7)], step=step, metered=False)
+        return bytes(encoded.buffers[0])
+
+    assert drawn() == drawn()
+    others = [drawn(sample=11), drawn(step=2), drawn(link="0/1-2"), drawn(run_seed=6)]
+    assert len({drawn(), *others}) == 5
+
+
+def test_values_that_are_not_finite_are_named_by_kind_sample_and_link() -> None:
+    tensor = microbatch([11, 12])
+    tensor[1, 2, 3] = float("inf")
+    with pytest.raises(NonFiniteValues, match=r"forward values of sample 0{14}0c on link 0/0-1: value 83 is inf"):
+        coder(CODECS[2]).encode(tensor, refs([11, 12]), step=1, metered=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@by_codec
+def test_activations_of_another_dtype_are_refused_and_never_upcast(options: dict[str, Any], dtype: torch.dtype) -> None:
+    with pytest.raises(CodecError, match="float32"):
+        coder(options).encode(microbatch([11]).to(dtype), refs([11]), step=1, metered=False)
+
+
+def test_a_codec_with_messages_needs_a_place_for_them() -> None:
+    codec = coder(CODECS[3]).codec
+    with pytest.raises(CodecError, match="has_messages is True, buffer is None"):
+        LinkCoder(codec, None, link="0/0-1", kind=Kind.FORWARD, run_seed=0)
+
+
+def test_a_metered_microbatch_says_how_far_the_receiver_is_from_the_truth() -> None:
+    end = coder({"codec": "delta", "bits": 2, "group": 64})
+    for step in (1, 2):
+        encoded = end.encode(microbatch([11, 12], visit=step), refs([11, 12]), step=step, metered=True)
+        assert encoded.meter is not None
+        assert (encoded.meter.samples, encoded.meter.first_visits) == (2, 2 if step == 1 else 0)
+        total = sum(float((values_of(s, step).double() ** 2).sum()) for s in (11, 12))
+        assert encoded.meter.squared_values == pytest.approx(total)
+        end.commit(step)
+    assert encoded.meter is not None
+    change = sum(float(((values_of(s, 2) - values_of(s, 1)).double() ** 2).sum()) for s in (11, 12))
+    assert encoded.meter.squared_delta == pytest.approx(change, rel=0.2)  # against the message, which is near the old values
