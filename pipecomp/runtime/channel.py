@@ -185,6 +185,8 @@ class Inbox:
                 self.link.taken(received)
                 continue
             future = self._future(key)
+            if future.cancelled():  # whoever waited is being cancelled: the step is about to end
+                future = self._waiting[key] = asyncio.get_running_loop().create_future()
             if future.done():
                 raise RemoteProtocolError(f"link {self.link.name}: a second message for {key}")
             future.set_result(received)
@@ -192,10 +194,16 @@ class Inbox:
     async def take(self, kind: Kind, step: int, part: int) -> Received:
         """The message for one microbatch (or piece of a gradient); call `link.taken` once done with it."""
         key = (kind, step, part)
+        future = self._future(key)
         try:
-            return await self._future(key)
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancelled():  # it came just when nobody wanted it any more
+                self.link.taken(future.result())
+            raise
         finally:
-            self._waiting.pop(key, None)
+            if self._waiting.get(key) is future:
+                del self._waiting[key]
 
     def finish(self, kind: Kind, step: int) -> None:
         """Steps up to `step` are over: drop what is here of them and what still comes."""

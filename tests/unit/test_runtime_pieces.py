@@ -191,6 +191,23 @@ async def test_messages_of_a_step_that_is_over_give_their_credit_back() -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_a_message_that_comes_while_its_taker_is_cancelled_waits_for_the_steps_end() -> None:
+    link = FakeLink()
+    inbox = Inbox(link)  # type: ignore[arg-type]
+    running = asyncio.create_task(inbox.run())
+    taking = asyncio.create_task(inbox.take(Kind.FORWARD, 1, 0))
+    await asyncio.sleep(0)
+    link.queue.put_nowait(received(tensor_message(step=1, microbatch=0)))  # the inbox hears of it first,
+    taking.cancel()  # but by then nobody waits for it any more
+    await asyncio.gather(taking, return_exceptions=True)
+    assert not running.done(), running
+    assert link.taken_messages == []
+    inbox.finish(Kind.FORWARD, 1)
+    assert link.taken_messages == [tensor_message(1, 0)]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_second_message_about_the_same_microbatch_is_refused() -> None:
     link = FakeLink()
     inbox = Inbox(link)  # type: ignore[arg-type]
