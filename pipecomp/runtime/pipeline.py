@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from pipecomp.errors import CodecError, LocalProtocolError
+from pipecomp.errors import CodecError, LocalProtocolError, NonFiniteValues
 from pipecomp.models.base import Batch
 from pipecomp.protocol.checks import check_tensor_message
 from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, TensorMessage
@@ -30,6 +30,8 @@ from pipecomp.runtime.stage import StageRuntime
 from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
 from pipecomp.schedules.base import Action, ActionKind, Schedule
 from pipecomp.types import Kind, Rank, StageIndex
+
+T = TypeVar("T")
 
 
 class Inlet(NamedTuple):
@@ -113,8 +115,12 @@ class Pipeline:
             PipecompError: a link or the protocol failed; the run cannot go on.
         """
         check_refs(plan.microbatches)
+        return await self._until_refused(self._run_actions(plan, make_batches(plan, buffers)))
+
+    async def _until_refused(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, or StepRefused once a channel cannot encode: who waits for its output would wait forever."""
         self._refused = asyncio.get_running_loop().create_future()
-        running = asyncio.ensure_future(self._run_actions(plan, make_batches(plan, buffers)))
+        running = asyncio.ensure_future(work)
         try:
             running.add_done_callback(lambda _: self._refused and self._refused.cancel())
             await asyncio.wait([self._refused])
@@ -150,9 +156,19 @@ class Pipeline:
         self._note("waiting for the next step", step)
 
     async def evaluate(self, plan: EvaluationPlan, buffers: Sequence[memoryview]) -> tuple[float, ...]:
-        """Forward only, without dropout; no message, weight or gradient is touched. Loss sums where the head is."""
+        """Forward only, without dropout; no message, weight or gradient is touched. Loss sums where the head is.
+
+        Raises:
+            CodecError: values that are not finite, or too large for the codec; nothing is to be aborted.
+            PipecompError: a link or the protocol failed; the run cannot go on.
+        """
         check_refs(plan.microbatches)
-        batches = make_batches(plan, buffers)
+        try:
+            return await self._until_refused(self._evaluate_all(plan, make_batches(plan, buffers)))
+        except StepRefused as refused:
+            raise CodecError(f"the model cannot be evaluated: {refused.__cause__}") from refused
+
+    async def _evaluate_all(self, plan: EvaluationPlan, batches: list[Batch]) -> tuple[float, ...]:
         loss_sums: list[float] = []
         inputs = self._start_decoding(plan.evaluation, plan.microbatches, evaluation=True)
         try:
@@ -171,9 +187,11 @@ class Pipeline:
         return tuple(loss_sums)
 
     def refuse(self, stage: int, step: int, error: CodecError) -> None:
-        """A channel could not encode; ends the running step."""
+        """A channel could not encode; ends the running step or evaluation."""
         if self._refused is not None and not self._refused.done():
-            self._refused.set_exception(StepRefused(stage, f"step {step}: {error}"))
+            refused = StepRefused(stage, f"step {step}: {error}")
+            refused.__cause__ = error
+            self._refused.set_exception(refused)
 
     def take_meters(self) -> tuple[LinkMeter, ...]:
         channels = [c for s in self.stages.values() for c in (s.forward_out, s.backward_out) if c is not None]
@@ -255,7 +273,10 @@ class Pipeline:
     async def _sum_tied(self, step: int) -> None:
         if isinstance(self._tied, TiedExchange):
             self._note("exchange of the tied weight's gradients", step)
-            await self._tied.exchange(step)
+            try:
+                await self._tied.exchange(step)
+            except NonFiniteValues as error:
+                raise StepRefused(self._tied.own_stage, f"step {step}: tied gradient: {error}") from error
         elif self._tied is not None:
             await self.compute.run(add_tied_gradients, *self._tied)
 
@@ -296,11 +317,12 @@ class Pipeline:
             num_columns=to.num_columns,
             samples=[(ref.sample_id, ref.length) for ref in refs],
         )
-        tensor = await self.threads.run(
-            lambda: inlet.coder.decode(message.samples, received.buffers, num_columns=to.num_columns, step=step)
-        )
-        inlet.inbox.link.taken(received)
-        return tensor
+        try:
+            return await self.threads.run(
+                lambda: inlet.coder.decode(message.samples, received.buffers, num_columns=to.num_columns, step=step)
+            )
+        finally:  # an aborted step's credit goes back too
+            inlet.inbox.link.taken(received)
 
     async def _input(
         self, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]], step: int

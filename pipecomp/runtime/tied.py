@@ -54,7 +54,7 @@ class TiedExchange:
         self._threads = threads
         self._to = to
         self._name = name
-        self._own_stage = own_stage
+        self.own_stage = own_stage
         self._is_embedding = own_stage == 0
         self._run_seed = run_seed
 
@@ -64,18 +64,16 @@ class TiedExchange:
             self.parameter.grad = torch.zeros_like(self.parameter)
         pieces = list(self._pieces(self.parameter.grad.reshape(self.parameter.shape[0], -1)))
         encoded = [asyncio.Event() for _ in pieces]
-        sending = asyncio.create_task(self._send_all(step, pieces, encoded))
+        tasks = [
+            asyncio.create_task(self._send_all(step, pieces, encoded)),
+            asyncio.create_task(self._add_all(step, pieces, encoded)),
+        ]
         try:
-            for (start, rows), mine_is_there in zip(pieces, encoded, strict=True):
-                received = await self._inbox.take(self._to.kind, step, start)
-                self._check(received, rows.numel())
-                await mine_is_there.wait()
-                frame = np.frombuffer(received.buffers[0], np.uint8)
-                await self._threads.run(functools.partial(self._add, rows, frame))
-                self._inbox.link.taken(received)
-            await sending
+            await asyncio.gather(*tasks)  # the first that fails ends the exchange: the other would wait for it
         finally:
-            sending.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def finish(self, step: int) -> None:
         """The step is over; drop pieces of it that still come."""
@@ -89,6 +87,19 @@ class TiedExchange:
             done.set()
             await self._send(step, start, rows.numel(), buffer)
 
+    async def _add_all(
+        self, step: int, pieces: list[tuple[int, torch.Tensor]], encoded: list[asyncio.Event]
+    ) -> None:
+        for (start, rows), mine_is_there in zip(pieces, encoded, strict=True):
+            received = await self._inbox.take(self._to.kind, step, start)
+            try:
+                self._check(received, rows.numel())
+                await mine_is_there.wait()
+                frame = np.frombuffer(received.buffers[0], np.uint8)
+                await self._threads.run(functools.partial(self._add, rows, frame))
+            finally:
+                self._inbox.link.taken(received)
+
     def _check(self, received: Received, num_values: int) -> None:
         """Law 6; the offset is what the inbox found the message by."""
         message = received.message
@@ -98,7 +109,7 @@ class TiedExchange:
             run=self._to.run,
             epoch=self._to.epoch,
             replica=self._to.replica,
-            stage=self._own_stage,
+            stage=self.own_stage,
             codec=self._codec.name,
             name=self._name,
             num_values=num_values,

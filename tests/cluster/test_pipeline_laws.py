@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from pipecomp.config import RunConfig, parse_run_config
+from pipecomp.errors import CodecError
 from pipecomp.models.base import StageModule
 from pipecomp.runtime.pipeline import StepRefused
 from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample, Microbatches
@@ -130,6 +133,53 @@ async def test_values_that_are_not_finite_refuse_the_step_and_the_next_one_goes_
         await three.step(batch(0), learning_rate=1e-3)
         for sender, receiver in three.digests():
             assert sender == receiver
+
+
+async def test_an_evaluation_of_values_that_are_not_finite_ends_instead_of_waiting_forever() -> None:
+    async with pipeline() as three:
+        stage: StageModule = three.modules[0][0]
+        forward = stage.forward_layers
+        stage.forward_layers = lambda *a, **k: forward(*a, **k) * float("inf")  # type: ignore[method-assign]
+        with pytest.raises(CodecError, match=r"cannot be evaluated: evaluation values of sample 0{16} on link 0/0-1.*inf"):
+            await three.evaluate(batch(0))
+
+
+async def test_an_aborted_step_gives_the_credit_of_its_messages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver is interrupted while it decodes."""
+    async with pipeline() as three:
+        decoding = three.ranks[1].threads.run
+        began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def never(function: Any) -> Any:
+            if not began.done():
+                began.set_result(None)
+                await asyncio.Event().wait()
+            return await decoding(function)
+
+        link = three.makers[0].inboxes["0/0-1"].link
+        monkeypatch.setattr(three.ranks[1], "threads", SimpleNamespace(run=never, idle=three.ranks[1].threads.idle))
+        stepping = asyncio.create_task(three.step(batch(0), learning_rate=1e-3))
+        await began
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+        for rank in three.ranks:
+            await rank.abort(1)
+        assert await link.drain(timeout_s=10.0)
+
+
+async def test_a_tied_gradient_that_is_not_finite_refuses_the_step_instead_of_waiting_forever() -> None:
+    tied = {**MODEL, "tie_word_embeddings": True}
+    tree = {
+        "model": {"config": tied, "weights": "random"},
+        "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": 12},
+        "train": {"batch_size": 6, "num_microbatches": 3},
+        "cluster": {"tied_weights": "exchange"},
+    }
+    async with LocalPipeline(parse_run_config(tree), tied, num_ranks=2) as two:
+        head = dict(two.modules[1][1].named_checkpoint_parameters())["lm_head.weight"]
+        head.register_hook(lambda gradient: gradient * float("nan"))
+        with pytest.raises(StepRefused, match=r"step 1: tied gradient: value 0 is nan"):
+            await two.step(batch(0), learning_rate=1e-3)
 
 
 async def test_a_tied_weight_keeps_two_equal_copies_whatever_its_codec() -> None:
