@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pipecomp.buffers.memory import MemoryBuffer
@@ -140,8 +140,9 @@ def take_step(ends: CoderEnds, step: int, plan: RandomStep, samples: list[torch.
 def test_both_ends_agree_over_a_thousand_random_steps_aborted_ones_among_them() -> None:
     num_steps, num_aborted = 0, 0
 
+    # A failure is not made smaller: forty steps have many parts to leave out, and that takes minutes.
     @given(st.data())
-    @settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate])
     def train(data: st.DataObject) -> None:
         nonlocal num_steps, num_aborted
         columns = data.draw(st.sampled_from([1, 3, 16, 33, 64, 100]))
