@@ -24,7 +24,7 @@ from coordinator.peers import Peers
 from coordinator.preparation import PreparedRun
 from coordinator.roster import Identity
 from coordinator.saving import ModelSaver
-from coordinator.split import describe_split
+from coordinator.split import describe_split, threads_share
 from coordinator.state import CoordinatorState
 from coordinator.steplog import StepLog
 from coordinator.weights import WeightsDesk, tensor_reader
@@ -207,7 +207,11 @@ class CoordinatorService:
         self._around.console.begin(run.terms.total_steps, self._config.train.logging_steps)
         for rank, (peer, join) in enumerate(zip(effect.peers, effect.joins, strict=True)):
             assignment = run.assignment(
-                self._options.run, effect.epoch, rank, effect.joins, self._options.num_worker_threads
+                self._options.run,
+                effect.epoch,
+                rank,
+                effect.joins,
+                self._options.num_worker_threads or threads_share(effect.joins, rank),
             )
             self._peers.send([peer], assignment)
             self._desk.attend(join.worker, run.shapes(rank), timeout_s=WEIGHTS_LINK_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The split of a model over workers, as a table for people. Pure text."""
+"""The split of a model and of a machine's cores over workers; the first as a table for people. Pure."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ def describe_split(run: PreparedRun, joins: Sequence[Join]) -> str:
         )
     lines = [format_grid(rows, align="<<<<>>"), _TIED[run.stage_plan.tied], _describe_run(run)]
     return "\n".join(line for line in lines if line)
+
+
+def threads_share(joins: Sequence[Join], rank: int) -> int:
+    """torch threads for a worker whose own user names none: its share of the cores where it is not alone on its host, since
+    threads that outnumber the cores wait for each other; else 0, all of them."""
+    own = joins[rank]
+    num_neighbours = sum(join.host == own.host for join in joins)
+    return max(1, own.num_cores // num_neighbours) if num_neighbours > 1 else 0
 
 
 def _describe_run(run: PreparedRun) -> str:

@@ -23,7 +23,7 @@ from pipecomp.runtime.pipeline import StepRefused as PipelineRefused
 from pipecomp.transport.base import Address, Transport
 from workers import events as e
 
-_CONNECT_S = 120.0
+_CONNECT_S = 60.0
 _UPLOAD_S = 24 * 3600.0
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pipecomp import registry
 from pipecomp.buffers.memory import MemoryBuffer
 from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError
@@ -27,10 +26,9 @@ from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.link import Link, LinkHub
 from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
 from pipecomp.runtime.pipeline import Inlet, Pipeline, StageEnds, check_layout
-from pipecomp.runtime.rehearsal import make_codec
+from pipecomp.runtime.rehearsal import make_codec, make_schedule
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.runtime.tied import TiedExchange
-from pipecomp.schedules.base import Schedule
 from pipecomp.transport.base import Address
 from pipecomp.types import Kind, Rank, Shard, StageIndex
 
@@ -68,7 +66,8 @@ def needed_tensors(model: Model, assignment: Assignment) -> tuple[str, ...]:
 
 
 async def connect(hub: LinkHub, assignment: Assignment, *, timeout_s: float) -> dict[str, Link]:
-    """Every data link of this worker, dialled and accepted side by side."""
+    """Every data link of this worker, dialled and accepted side by side. Who dials gives up first and so says what address
+    it could not reach; who waits to be dialled can only say that nobody came."""
     wanted: dict[str, Address | None] = {}
     for here, there in itertools.pairwise(assignment.stages):
         name = stage_link(assignment.replica, here.stage)
@@ -85,7 +84,7 @@ async def connect(hub: LinkHub, assignment: Assignment, *, timeout_s: float) -> 
 
     async def open_one(name: str, address: Address | None) -> Link:
         if address is None:
-            return await hub.accept(name, timeout_s=timeout_s)
+            return await hub.accept(name, timeout_s=2 * timeout_s)
         return await hub.dial(address, name, timeout_s=timeout_s)
 
     links = await asyncio.gather(*(open_one(name, address) for name, address in wanted.items()))
@@ -122,7 +121,7 @@ class PipelineMaker:
         pipeline = Pipeline(
             stages,
             ranks,
-            self._schedule(),
+            make_schedule(self._config),
             ShardOptimizer(self._owned(), self._config.train),
             rank=Rank(self._assignment.rank),
             tied=self._tied(),
@@ -131,13 +130,6 @@ class PipelineMaker:
         )
         self._refuse = pipeline.refuse
         return pipeline
-
-    def _schedule(self) -> Schedule:
-        options: dict[str, Any] = {}
-        if self._config.cluster.num_in_flight is not None:
-            options["num_in_flight"] = self._config.cluster.num_in_flight
-        schedule: Schedule = registry.load("pipecomp.schedules", self._config.cluster.schedule).from_options(options)
-        return schedule
 
     def _stage_ends(self, here: StageAddress) -> StageEnds:
         stages, replica = self._assignment.stages, self._assignment.replica
