@@ -44,7 +44,8 @@ class Quantizer(NamedTuple):
 
     def layout(self, spec: TensorSpec) -> ops.Layout:
         """Of the kernels, for a sample of this shape."""
-        return ops.Layout(self.bits, max(spec.num_columns, 1) if self.group is None else self.group, self.scale)
+        group = max(spec.num_columns, 1) if self.group is None else self.group
+        return ops.Layout(self.bits, group, self.scale, self.rounding)
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Exact size of the buffer."""
@@ -66,7 +67,6 @@ class Quantizer(NamedTuple):
             out=out,
             message_in=message_in,
             message_out=message_out,
-            rounding=self.rounding,
             seed=seed,
         )
 

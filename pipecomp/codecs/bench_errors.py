@@ -47,9 +47,9 @@ def _data() -> Mapping[str, npt.NDArray[np.float32]]:
 
 
 def _measure(name: str, values: npt.NDArray[np.float32], bits: int, group: int, rounding: ops.Rounding) -> _results.Row:
-    layout = Layout(bits, group)
+    layout = Layout(bits, group, "bf16", rounding)
     payload, seen = np.zeros(ops.payload_nbytes(values.size, layout), np.uint8), np.zeros_like(values)
-    ops.encode(values, layout, out=payload, message_out=seen, rounding=rounding, seed=1)
+    ops.encode(values, layout, out=payload, message_out=seen, seed=1)
     error, _, size = ops.squared_norms(values, None, seen)
     return {
         "data": name,

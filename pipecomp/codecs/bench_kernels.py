@@ -133,29 +133,30 @@ class _Eager:
 
     def __init__(self, layout: Layout, values: torch.Tensor, message: torch.Tensor) -> None:
         self.layout, self.values, self.message = layout, values, message
-        self.half = float(2 ** (layout.bits - 1))
+        self.grid = ops.grid(layout)
         self.steps = self.packed = self.after = values
 
     def encode(self) -> None:
-        bits, group, _ = self.layout
+        bits, group, half = self.layout.bits, self.layout.group, self.grid.half
         differences = (self.values - self.message).view(-1, group)
-        steps = differences.abs().amax(1, keepdim=True) * float(ops.step_factor(bits, "nearest"))
-        self.steps = steps.to(torch.bfloat16)
+        above, below = differences.amax(1, keepdim=True).clamp(0), (-differences.amin(1, keepdim=True)).clamp(0)
+        steps = torch.maximum(above, below) * float(self.grid.near_factor)
+        self.steps = torch.where(above > below, -steps, steps).to(torch.bfloat16)
         step = self.steps.float()
-        inverse = torch.where(step > 0, 1 / step, 0)
-        codes = (differences * inverse + self.half).clamp(0, 2**bits - 1).to(torch.uint8)
+        inverse = torch.where(step != 0, 1 / step, 0)
+        codes = (differences * inverse + (half + 0.5)).clamp(0, 2**bits - 1).to(torch.uint8)
         parts = codes.view(-1, 8 // bits, ops.block_length(group) * bits // 8)
         packed = parts[:, 0].clone()
         for part in range(1, 8 // bits):
             packed |= parts[:, part] << (bits * part)
         self.packed = packed
-        self.after = (self.message.view(-1, group) + (codes.float() + (0.5 - self.half)) * step).view(-1)
+        self.after = (self.message.view(-1, group) + (codes.float() - half) * step).view(-1)
 
     def decode(self) -> torch.Tensor:
-        bits, group, _ = self.layout
+        bits, group = self.layout.bits, self.layout.group
         parts = [(self.packed >> (bits * part)) & (2**bits - 1) for part in range(8 // bits)]
         codes = torch.stack(parts, 1).view(-1, group)
-        return (self.message.view(-1, group) + (codes.float() + (0.5 - self.half)) * self.steps.float()).view(-1)
+        return (self.message.view(-1, group) + (codes.float() - self.grid.half) * self.steps.float()).view(-1)
 
     def agrees(self, payload: np.ndarray, after: np.ndarray) -> bool:
         scales = self.steps.contiguous().view(torch.int16).numpy().view(np.uint8).reshape(-1)

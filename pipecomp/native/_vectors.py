@@ -35,36 +35,44 @@ def as_float(typing_context, bits):
 
 
 @intrinsic(prefer_literal=True)
-def absmax_bits(typing_context, values, before, start, length, lanes, flags):
-    """Largest |values - before| of a group, as the bits of a float32: integers order as the floats do, NaN above infinity."""
+def extremes(typing_context, values, before, start, length, lanes, flags):
+    """Bits of the largest and of the lowest difference of a group; 0 for both if there is none.
+
+    The bits of floats, read as signed integers, have the largest one on top, and read as unsigned ones the lowest negative
+    one (or, where there is none, the largest). A NaN is beyond infinity in one of them.
+    """
     has_before = flags.literal_value & HAS_BEFORE
 
     def generate(context, builder, signature, args):
         memory = _Memory(context, builder, signature, args)
-
+        kinds = (("smax", builder.icmp_signed), ("umax", builder.icmp_unsigned))
         widest = {
-            num_lanes: cgutils.alloca_once_value(builder, _splat(_INT, 0, num_lanes))
+            (kind, num_lanes): cgutils.alloca_once_value(builder, _splat(_INT, 0, num_lanes))
+            for kind, _ in kinds
             for num_lanes in _widths(lanes.literal_value)
         }
 
         def chunk(offset, num_lanes):
-            largest = widest[num_lanes]
             differences = memory.load(0, builder.add(args[2], offset), num_lanes)
             if has_before:
                 differences = builder.fsub(differences, memory.load(1, builder.add(args[2], offset), num_lanes))
             patterns = builder.bitcast(differences, ir.VectorType(_INT, num_lanes))
-            patterns = builder.and_(patterns, _splat(_INT, 0x7FFFFFFF, num_lanes))
-            old = builder.load(largest)
-            builder.store(builder.select(builder.icmp_unsigned(">", patterns, old), patterns, old), largest)
+            for kind, compare in kinds:
+                old = builder.load(widest[kind, num_lanes])
+                largest = builder.select(compare(">", patterns, old), patterns, old)
+                builder.store(largest, widest[kind, num_lanes])
 
         _for_chunks(builder, args[3], lanes.literal_value, chunk)
-        result = _INT(0)
-        for largest in widest.values():
-            candidate = _reduce_max(builder, builder.load(largest))
-            result = builder.select(builder.icmp_unsigned(">", candidate, result), candidate, result)
-        return result
+        results = []
+        for kind, compare in kinds:
+            result = _INT(0)
+            for num_lanes in _widths(lanes.literal_value):
+                candidate = _reduce(builder, kind, builder.load(widest[kind, num_lanes]))
+                result = builder.select(compare(">", candidate, result), candidate, result)
+            results.append(result)
+        return context.make_tuple(builder, signature.return_type, results)
 
-    return nb.uint32(values, before, start, length, lanes, flags), generate
+    return nb.types.UniTuple(nb.uint32, 2)(values, before, start, length, lanes, flags), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -87,7 +95,7 @@ def quantize(
 ):
     """Codes of the group at `values[start:]` into `unpacked[at:]`; what they decode to into `after[start:]`."""
     num_bits, flag = bits.literal_value, flags.literal_value
-    half, top = float(2 ** (num_bits - 1)), float(2**num_bits - 1)
+    half, centre, top = _half(num_bits), _centre(num_bits, flag), float(2**num_bits - 1)
 
     def generate(context, builder, signature, args):
         memory = _Memory(context, builder, signature, args)
@@ -101,17 +109,17 @@ def quantize(
                 differences = builder.fsub(differences, message)
             position = builder.fmul(differences, _broadcast(builder, inverse, num_lanes))
             if flag & IS_STOCHASTIC:
-                position = builder.fadd(position, _splat(_FLOAT, half - 0.5, num_lanes))
+                position = builder.fadd(position, _splat(_FLOAT, half - centre, num_lanes))
                 position = builder.fadd(position, _uniform(builder, here, seed_low, seed_high, num_lanes))
             else:
-                position = builder.fadd(position, _splat(_FLOAT, half, num_lanes))
+                position = builder.fadd(position, _splat(_FLOAT, half + 0.5, num_lanes))
             for comparison, bound in ((">", 0.0), ("<", top)):
                 limit = _splat(_FLOAT, bound, num_lanes)
                 position = builder.select(builder.fcmp_ordered(comparison, position, limit), position, limit)
             codes = builder.fptosi(position, ir.VectorType(_INT, num_lanes))
             memory.store(3, builder.add(at, offset), builder.trunc(codes, ir.VectorType(_BYTE, num_lanes)))
             if flag & HAS_AFTER:
-                memory.store(2, here, _reconstruct(builder, codes, half, step, message))
+                memory.store(2, here, _reconstruct(builder, codes, centre - half, step, message))
 
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
@@ -125,7 +133,8 @@ def quantize(
 @intrinsic(prefer_literal=True)
 def dequantize(typing_context, unpacked, before, out, at, start, length, step, bits, lanes, flags):
     """What the group of codes at `unpacked[at:]` decodes to, into `out[start:]`."""
-    half, has_before = float(2 ** (bits.literal_value - 1)), flags.literal_value & HAS_BEFORE
+    lowest = _centre(bits.literal_value, flags.literal_value) - _half(bits.literal_value)
+    has_before = flags.literal_value & HAS_BEFORE
 
     def generate(context, builder, signature, args):
         memory = _Memory(context, builder, signature, args)
@@ -136,7 +145,7 @@ def dequantize(typing_context, unpacked, before, out, at, start, length, step, b
             codes = memory.load(0, builder.add(at, offset), num_lanes)
             codes = builder.zext(codes, ir.VectorType(_INT, num_lanes))
             message = memory.load(1, here, num_lanes) if has_before else None
-            memory.store(2, here, _reconstruct(builder, codes, half, step, message))
+            memory.store(2, here, _reconstruct(builder, codes, lowest, step, message))
 
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
@@ -240,10 +249,19 @@ class _Memory:
         )
 
 
-def _reduce_max(builder, vector):
-    kind = ir.FunctionType(vector.type.element, [vector.type])
-    name = f"llvm.vector.reduce.umax.v{vector.type.count}i32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector])
+def _reduce(builder, kind, vector):
+    function = ir.FunctionType(vector.type.element, [vector.type])
+    name = f"llvm.vector.reduce.{kind}.v{vector.type.count}i32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), [vector])
+
+
+def _half(bits):
+    return float(2 ** (bits - 1))
+
+
+def _centre(bits, flags):
+    # As `ops.Grid` has it: no level at zero with one bit and stochastic rounding.
+    return 0.5 if bits == 1 and flags & IS_STOCHASTIC else 0.0
 
 
 def _splat(element, constant, num_lanes):
@@ -256,10 +274,10 @@ def _broadcast(builder, scalar, num_lanes):
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), _splat(_INT, 0, num_lanes))
 
 
-def _reconstruct(builder, codes, half, step, message):
-    """Message + (code + 0.5 - half) * step, each operation rounded by itself; codes as 32-bit lanes."""
+def _reconstruct(builder, codes, lowest, step, message):
+    """Message + (code + lowest) * step, each operation rounded by itself; codes as 32-bit lanes."""
     num_lanes = codes.type.count
-    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), _splat(_FLOAT, 0.5 - half, num_lanes))
+    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), _splat(_FLOAT, lowest, num_lanes))
     change = builder.fmul(level, _broadcast(builder, step, num_lanes))
     return change if message is None else builder.fadd(message, change)
 

@@ -24,10 +24,10 @@ from pipecomp.native._vectors import (
     HAS_AFTER,
     HAS_BEFORE,
     IS_STOCHASTIC,
-    absmax_bits,
     as_bits,
     as_float,
     dequantize,
+    extremes,
     pack,
     quantize,
     unpack,
@@ -38,12 +38,10 @@ from pipecomp.native.ops import (
     SCALE_NBYTES,
     ByteArray,
     FloatArray,
+    Grid,
     Layout,
-    Rounding,
     Scale,
-    largest_step,
-    smallest_step,
-    step_factor,
+    grid,
 )
 
 _FLOATS_IN = nb.types.Array(nb.float32, 1, "C", readonly=True)
@@ -67,7 +65,6 @@ class Config(NamedTuple):
     """One kind of call that a run will make, for `warm_up`."""
 
     layout: Layout
-    rounding: Rounding
     has_message: bool  # messages go in and come out, or neither
 
 
@@ -77,20 +74,18 @@ def encode(
     payload: ByteArray,
     message_in: FloatArray | None,
     message_out: FloatArray | None,
-    rounding: Rounding,
     seed: int,
 ) -> bool:
     """See `ops.encode`. False if a value or a difference is not finite; the outputs are then undefined."""
-    bits, group, scale = layout
-    kernel = _encode_kernel(bits, scale, rounding, message_in is not None, message_out is not None, _fixed(group))
+    kernel = _encode_kernel(_encoding(layout), message_in is not None, message_out is not None)
     before = _NOTHING if message_in is None else message_in
     after = _NOTHING if message_out is None else message_out
-    return bool(kernel(values, before, after, payload, group, seed & 0xFFFFFFFF, seed >> 32))
+    return bool(kernel(values, before, after, payload, layout.group, seed & 0xFFFFFFFF, seed >> 32))
 
 
 def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: FloatArray | None) -> bool:
     """See `ops.decode`. False if the payload is one that no encoder writes."""
-    kernel = _decode_kernel(layout.bits, layout.scale, message_in is not None, _fixed(layout.group))
+    kernel = _decode_kernel(_decoding(layout), message_in is not None)
     return bool(kernel(payload, _NOTHING if message_in is None else message_in, out, layout.group))
 
 
@@ -105,14 +100,22 @@ def squared_norms(
 
 def warm_up(configs: Iterable[Config]) -> None:
     """Compile, or load from the cache, every kernel that these calls need, so that no step of a run waits for a compiler."""
-    for layout, rounding, has_message in configs:
-        _encode_kernel(layout.bits, layout.scale, rounding, has_message, has_message, _fixed(layout.group))
-        _decode_kernel(layout.bits, layout.scale, has_message, _fixed(layout.group))
+    for layout, has_message in configs:
+        _encode_kernel(_encoding(layout), has_message, has_message)
+        _decode_kernel(_decoding(layout), has_message)
     _norms_kernel()
 
 
-def _fixed(group: int) -> int:
-    return group if group in FIXED_GROUPS else 0
+@functools.lru_cache(maxsize=1024)
+def _encoding(layout: Layout) -> Layout:
+    """The layout without what its kernel takes as an argument: 0 stands for any group."""
+    return layout if layout.group in FIXED_GROUPS else layout._replace(group=0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decoding(layout: Layout) -> Layout:
+    """The same for the decoder, which heeds the rounding for one bit only."""
+    return _encoding(layout) if layout.bits == 1 else _encoding(layout)._replace(rounding="nearest")
 
 
 def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmath: bool = False) -> Callable[..., Any]:
@@ -141,7 +144,7 @@ def block_of(group):
 
 @nb.njit
 def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):
-    """The bits, in the scale's dtype, of a step that is at most the largest; by integers, so that no target needs a float16."""
+    """The bits, in the scale's dtype, of a step >= 0 that is at most the largest; by integers, so no target needs float16."""
     if step < smallest:
         return np.uint32(0)
     pattern = as_bits(step)
@@ -166,15 +169,19 @@ def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):
 
 @nb.njit
 def scale_value(pattern, is_fp32, is_fp16):
-    """The float32 that a scale's bits stand for; NaN for a pattern that no encoder writes."""
+    """The float32 that a scale's bits stand for; NaN for what is not finite in its dtype."""
     if is_fp32:
         return as_float(pattern)
     if is_fp16:
-        if pattern < np.uint32(1 << 10):
-            return np.float32(pattern) * np.float32(2.0**-24)
+        sign = np.uint32((pattern & np.uint32(0x8000)) << np.uint32(16))
+        pattern = np.uint32(pattern & np.uint32(0x7FFF))
         if pattern >= np.uint32(0x7C00):
             return np.float32(np.nan)
-        return as_float(np.uint32((pattern << np.uint32(13)) + np.uint32(112 << 23)))
+        if pattern < np.uint32(1 << 10):
+            magnitude = as_bits(np.float32(pattern) * np.float32(2.0**-24))
+        else:
+            magnitude = np.uint32((pattern << np.uint32(13)) + np.uint32(112 << 23))
+        return as_float(np.uint32(magnitude | sign))
     return as_float(np.uint32(pattern << np.uint32(16)))
 
 
@@ -206,28 +213,55 @@ _INLINE = {"prefer_literal": True, "jit_options": {"forceinline": True}}
 
 
 def encode_group(
-    values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
+    values,
+    before,
+    after,
+    payload,
+    unpacked,
+    start,
+    at,
+    length,
+    scale_at,
+    seed_low,
+    seed_high,
+    bits,
+    scale,
+    lanes,
+    flags,
 ):
-    """Scale, codes and message of one group; return the bits of its absmax."""
+    """Scale, codes and message of one group; return the bits of its largest magnitude."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(encode_group, **_INLINE)
 def _encode_group(
-    values, before, after, scales, unpacked, start, at, length, scale_at, seed_low, seed_high, bits, scale, lanes, flags
+    values,
+    before,
+    after,
+    payload,
+    unpacked,
+    start,
+    at,
+    length,
+    scale_at,
+    seed_low,
+    seed_high,
+    bits,
+    scale,
+    lanes,
+    flags,
 ):
-    is_up = bool(flags.literal_value & IS_STOCHASTIC)
-    num_bits, name = bits.literal_value, _SCALES[scale.literal_value]
-    num_lanes, flag = lanes.literal_value, flags.literal_value
-    factor = step_factor(num_bits, "stochastic" if is_up else "nearest")
-    smallest, largest = smallest_step(name), largest_step(num_bits, name)
-    is_fp32, is_fp16, scale_nbytes = name == "fp32", name == "fp16", SCALE_NBYTES[name]
+    num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
+    is_fp32, is_fp16, scale_nbytes, constants = _constants(num_bits, scale.literal_value, flag)
+    is_up, is_one_sided = bool(flag & IS_STOCHASTIC), constants.centre == 0
+    near_factor, far_factor, smallest, largest = constants[2:]
+    sign = np.uint32(1 << (8 * scale_nbytes - 1))
 
     def inlined(
         values,
         before,
         after,
-        scales,
+        payload,
         unpacked,
         start,
         at,
@@ -240,12 +274,16 @@ def _encode_group(
         lanes,
         flags,
     ):
-        absmax = absmax_bits(values, before, start, length, num_lanes, flag)
-        step = min(as_float(absmax) * factor, largest)
+        above, below = extremes(values, before, start, length, num_lanes, flag)
+        below = np.uint32(below & np.uint32(0x7FFFFFFF)) if below > np.uint32(0x7FFFFFFF) else np.uint32(0)
+        near, far = max(above, below), min(above, below)
+        step = min(max(as_float(near) * near_factor, as_float(far) * far_factor), largest)
         pattern = scale_pattern(step, smallest, is_fp32, is_fp16, is_up)
-        write_scale(scales, scale_at, pattern, scale_nbytes)
+        if is_one_sided and above > below and pattern > np.uint32(0):
+            pattern = np.uint32(pattern | sign)
+        write_scale(payload, scale_at, pattern, scale_nbytes)
         step = scale_value(pattern, is_fp32, is_fp16)
-        inverse = np.float32(1) / step if step > np.float32(0) else np.float32(0)
+        inverse = np.float32(1) / step if step != np.float32(0) else np.float32(0)
         quantize(
             values,
             before,
@@ -262,30 +300,37 @@ def _encode_group(
             num_lanes,
             flag,
         )
-        return absmax
+        return near
 
     return inlined
 
 
-def decode_group(scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+def decode_group(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
     """The values of one group; return whether its scale is one that an encoder writes."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(decode_group, **_INLINE)
-def _decode_group(scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
-    num_bits, name = bits.literal_value, _SCALES[scale.literal_value]
-    num_lanes, flag = lanes.literal_value, flags.literal_value
-    smallest, largest = smallest_step(name), largest_step(num_bits, name)
-    is_fp32, is_fp16, scale_nbytes = name == "fp32", name == "fp16", SCALE_NBYTES[name]
+def _decode_group(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+    num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
+    is_fp32, is_fp16, scale_nbytes, constants = _constants(num_bits, scale.literal_value, flag)
+    smallest, largest = constants.smallest, constants.largest
 
-    def inlined(scales, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
-        pattern = read_scale(scales, scale_at, scale_nbytes)
+    def inlined(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+        pattern = read_scale(payload, scale_at, scale_nbytes)
         step = scale_value(pattern, is_fp32, is_fp16)
         dequantize(unpacked, before, out, at, start, length, step, num_bits, num_lanes, flag)
-        return (pattern == np.uint32(0)) | ((step >= smallest) & (step <= largest))
+        magnitude = abs(step)
+        return (pattern == np.uint32(0)) | ((magnitude >= smallest) & (magnitude <= largest))
 
     return inlined
+
+
+def _constants(bits: int, scale_index: int, flags: int) -> tuple[bool, bool, int, Grid]:
+    """(is fp32, is fp16, bytes of a scale, grid) of what a kernel's literals stand for."""
+    scale = _SCALES[scale_index]
+    layout = Layout(bits, 1, scale, "stochastic" if flags & IS_STOCHASTIC else "nearest")
+    return scale == "fp32", scale == "fp16", SCALE_NBYTES[scale], grid(layout)
 
 
 def pack_block(unpacked, length, codes, offset, bits):
@@ -351,9 +396,9 @@ def _unpack_block(codes, offset, unpacked, length, bits):
 
 
 @functools.cache
-def _encode_kernel(
-    bits: int, scale: Scale, rounding: Rounding, has_in: bool, has_out: bool, fixed_group: int
-) -> Callable[..., Any]:
+def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[..., Any]:
+    """`layout.group` is a constant of the kernel, or 0: then the kernel takes it as an argument."""
+    bits, fixed_group, scale, rounding = layout
     flags = HAS_BEFORE * has_in | HAS_AFTER * has_out | IS_STOCHASTIC * (rounding == "stochastic")
     scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
@@ -369,19 +414,19 @@ def _encode_kernel(
         whole = num_values - num_values % block
         for block_start in range(0, whole, block):
             for at in range(0, block, group):
-                absmax = encode_group(
+                largest = encode_group(
                     values, before, after, payload, unpacked, block_start + at, at, group, scale_at,
                     seed_low, seed_high, bits, scale_index, lanes, flags,
                 )  # fmt: skip
-                worst = max(worst, absmax)
+                worst = max(worst, largest)
                 scale_at += scale_nbytes
             offset = pack_block(unpacked, block, payload, offset, bits)
         for start in range(whole, num_values, group):
-            absmax = encode_group(
+            largest = encode_group(
                 values, before, after, payload, unpacked, start, start - whole, min(group, num_values - start), scale_at,
                 seed_low, seed_high, bits, scale_index, lanes, flags,
             )  # fmt: skip
-            worst = max(worst, absmax)
+            worst = max(worst, largest)
             scale_at += scale_nbytes
         pack_block(unpacked, num_values - whole, payload, offset, bits)
         return worst < np.uint32(0x7F800000)
@@ -391,8 +436,10 @@ def _encode_kernel(
 
 
 @functools.cache
-def _decode_kernel(bits: int, scale: Scale, has_in: bool, fixed_group: int) -> Callable[..., Any]:
-    flags = HAS_BEFORE * has_in
+def _decode_kernel(layout: Layout, has_in: bool) -> Callable[..., Any]:
+    """As `_encode_kernel` has it."""
+    bits, fixed_group, scale, rounding = layout
+    flags = HAS_BEFORE * has_in | IS_STOCHASTIC * (rounding == "stochastic")
     scale_index, scale_nbytes = _SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
@@ -423,7 +470,7 @@ def _decode_kernel(bits: int, scale: Scale, has_in: bool, fixed_group: int) -> C
             scale_at += scale_nbytes
         return is_good
 
-    return _compile(kernel, _DECODE, f"decode{bits}_{scale}{'_from' * has_in}_g{fixed_group or 'any'}")
+    return _compile(kernel, _DECODE, f"decode{bits}_{scale}_{rounding}{'_from' * has_in}_g{fixed_group or 'any'}")
 
 
 @functools.cache

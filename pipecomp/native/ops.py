@@ -58,11 +58,12 @@ _SCALE_MANTISSA: Final[dict[Scale, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}
 
 
 class Layout(NamedTuple):
-    """How values become bytes; both ends must hold the same. The decoder needs no more: it does not depend on rounding."""
+    """How values become bytes; both ends must hold the same."""
 
     bits: int  # 1 .. 8
     group: int  # values that share one scale, >= 1; the last group of an array may be shorter
     scale: Scale = "bf16"
+    rounding: Rounding = "nearest"  # the decoder heeds it for one bit only
 
 
 def check_layout(layout: Layout) -> None:
@@ -73,6 +74,8 @@ def check_layout(layout: Layout) -> None:
         raise CodecError(f"group must be at least 1, got {layout.group!r}")
     if layout.scale not in SCALE_NBYTES:
         raise CodecError(f"scale must be one of {', '.join(get_args(Scale))}, got {layout.scale!r}")
+    if layout.rounding not in _ROUNDINGS:
+        raise CodecError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {layout.rounding!r}")
 
 
 def block_length(group: int) -> int:
@@ -102,27 +105,44 @@ def payload_nbytes(num_values: int, layout: Layout) -> int:
     return scales_nbytes(num_values, layout) + codes_nbytes(num_values, layout)
 
 
-def step_factor(bits: int, rounding: Rounding) -> np.float32:
-    """What absmax is multiplied with to give the step.
+class Grid(NamedTuple):
+    """Levels of a group: (code - half + centre) * step, code 0 .. 2^bits - 1. The step is signed.
 
-    Nearest: 2^bits cells of one step cover [-absmax, absmax]. Stochastic: the outermost levels are -absmax and absmax.
+    Its sign makes the group's value of largest magnitude negative in units of the step, so that the one level more that lies
+    below zero is on that side:
+
+        nearest, 2 bits    -2 ---- -1 ----- 0 ----- 1        the extreme is at -2.25; zero is a level
+        stochastic, 1 bit        -0.5 ------------ 0.5       zero cannot be one; all other stochastic grids are as above
     """
-    if rounding == "nearest":
-        return np.float32(2.0 ** (1 - bits))
-    return np.float32(2.0 / (2**bits - 1))
+
+    half: float
+    centre: float
+    near_factor: np.float32  # step = max(largest magnitude * near_factor, largest of the other sign * far_factor)
+    far_factor: np.float32
+    smallest: np.float32  # a step below this becomes 0: the group is sent as no change
+    largest: np.float32  # a step above this becomes this: what the scale's dtype holds and no level overflows with
 
 
-def smallest_step(scale: Scale) -> np.float32:
-    """A step below this becomes 0: the group is then sent as all zeros, and decodes to its message."""
-    return np.float32(2.0**-24 if scale == "fp16" else 2.0**-126)
+@functools.lru_cache(maxsize=1024)
+def grid(layout: Layout) -> Grid:
+    """The constants of a layout.
 
-
-def largest_step(bits: int, scale: Scale) -> np.float32:
-    """A step above this saturates to it: the largest that the scale's dtype holds and whose outermost level is finite."""
-    limit = min(_SCALE_MAX[scale], _SCALE_MAX["fp32"] / max(2.0 ** (bits - 1) - 0.5, 1.0))
+    Nearest: the extreme lies a quarter step outside its level, a compromise between many values near zero and few outliers.
+    Stochastic: the outermost levels reach the extremes of both signs, so that no value is clipped and the mean is unbiased.
+    """
+    half = 2.0 ** (layout.bits - 1)
+    is_wide = layout.rounding == "stochastic" and layout.bits == 1
+    near, far = 1 / (half + 0.25), 0.0
+    if layout.rounding == "stochastic":
+        near, far = (2.0, 0.0) if is_wide else (1 / half, 1 / (half - 1))
+    smallest = 2.0**-24 if layout.scale == "fp16" else 2.0**-126
+    limit = min(_SCALE_MAX[layout.scale], _SCALE_MAX["fp32"] / half)
     mantissa, exponent = np.frexp(limit)
-    unit = 2.0 ** _SCALE_MANTISSA[scale]
-    return np.float32(np.ldexp(np.floor(mantissa * unit) / unit, int(exponent)))
+    unit = 2.0 ** _SCALE_MANTISSA[layout.scale]
+    largest = np.ldexp(np.floor(mantissa * unit) / unit, int(exponent))
+    return Grid(
+        half, 0.5 if is_wide else 0.0, np.float32(near), np.float32(far), np.float32(smallest), np.float32(largest)
+    )
 
 
 def encode(
@@ -132,31 +152,28 @@ def encode(
     out: ByteArray,
     message_in: FloatArray | None = None,
     message_out: FloatArray | None = None,
-    rounding: Rounding = "nearest",
     seed: int = 0,
 ) -> None:
     """Quantize `values - message_in` into `out`, in one pass; write what the decoder will see to `message_out`.
 
     Args:
         values: (n,) fp32.
-        layout: bits, group and dtype of the scales.
+        layout: bits, group, dtype of the scales, and rounding: to the nearest level, or up or down by chance so that the mean
+            is unbiased.
         out: (payload_nbytes,) uint8, written: the scales, little-endian, then the packed codes; any alignment.
         message_in: (n,) fp32, or None for zeros.
         message_out: (n,) fp32, written, or None; bit for bit what `decode` gives for the same `message_in`.
-        rounding: to the nearest level, or up or down by chance so that the mean is unbiased.
         seed: of stochastic rounding, taken modulo 2^64. Chance is a function of (seed, position) alone.
 
-    Error bound: |message_out - values| is at most half a step (nearest; a little more where the scale was rounded down), or
-    one step (stochastic), and the rounding of fp32. The step is absmax * step_factor in the scale's dtype; `docs/numerics.md`
-    has the exact terms. Deterministic in every case.
+    Error bound, up to the rounding of the scale and of fp32: nearest, half a step, or 1.25 steps for values of the other sign
+    than the group's extreme, and never more than |values - message_in|; stochastic, one step. `docs/numerics.md` has the terms.
+    Deterministic in every case.
 
     Raises:
         NonFiniteValues: NaN or infinity in `values` or in the difference; says where. The outputs are then undefined.
         CodecError: an argument of the wrong dtype, shape or memory layout, or outputs that overlap other arguments.
     """
     check_layout(layout)
-    if rounding not in _ROUNDINGS:
-        raise CodecError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {rounding!r}")
     num_values = _check_floats("values", values, None)
     _check_bytes("out", out, payload_nbytes(num_values, layout))
     if message_in is not None:
@@ -167,7 +184,7 @@ def encode(
     _check_output("out", out, values, message_in)
     if num_values == 0:
         return
-    if not _backend().encode(values, layout, out, message_in, message_out, rounding, seed & 0xFFFFFFFFFFFFFFFF):
+    if not _backend().encode(values, layout, out, message_in, message_out, seed & 0xFFFFFFFFFFFFFFFF):
         raise NonFiniteValues(_where_not_finite(values, message_in))
 
 
@@ -177,11 +194,11 @@ def decode(payload: ByteArray, layout: Layout, *, out: FloatArray, message_in: F
     Args:
         payload: (payload_nbytes,) uint8, as `encode` wrote it; any alignment, read-only is fine.
         layout: the encoder's.
-        out: (n,) fp32, written: message_in + (code + 0.5 - 2^(bits-1)) * scale, each operation rounded by itself.
+        out: (n,) fp32, written: message_in + (code - half + centre) * scale (see `Grid`), each operation rounded by itself.
         message_in: (n,) fp32, or None for zeros.
 
     Raises:
-        CorruptPayload: a size that does not fit `out`, a scale that no encoder writes (negative, NaN, out of range), or
+        CorruptPayload: a size that does not fit `out`, a scale that no encoder writes (NaN, out of range), or
             padding bits that are not 0. `out` is then undefined.
         CodecError: an argument of the wrong dtype, shape or memory layout, or `out` overlapping another argument.
     """

@@ -14,14 +14,11 @@ from pipecomp.native.ops import (
     ByteArray,
     FloatArray,
     Layout,
-    Rounding,
     Scale,
     block_length,
     block_nbytes,
-    largest_step,
+    grid,
     scales_nbytes,
-    smallest_step,
-    step_factor,
 )
 
 
@@ -31,29 +28,28 @@ def encode(
     payload: ByteArray,
     message_in: FloatArray | None,
     message_out: FloatArray | None,
-    rounding: Rounding,
     seed: int,
 ) -> bool:
     """See `ops.encode`. False if a value or a difference is not finite; the outputs are then undefined."""
-    half = np.float32(2 ** (layout.bits - 1))
+    half, centre = np.float32(grid(layout).half), np.float32(grid(layout).centre)
     with np.errstate(over="ignore", invalid="ignore"):
         differences = values if message_in is None else values - message_in
     if not np.isfinite(differences).all():
         return False
-    steps = _steps(differences, layout, rounding)
+    steps = _steps(differences, layout)
     split = scales_nbytes(values.size, layout)
     payload[:split] = pack_scales(steps, layout.scale)
     step = np.repeat(steps, layout.group)[: values.size]
     with np.errstate(divide="ignore"):
-        inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
-    if rounding == "nearest":
-        position = differences * inverse + half
+        inverse = np.where(step != 0, np.float32(1) / step, np.float32(0))
+    if layout.rounding == "nearest":
+        position = differences * inverse + (half + np.float32(0.5))
     else:
-        position = differences * inverse + (half - np.float32(0.5)) + uniform(seed, values.size)
+        position = differences * inverse + (half - centre) + uniform(seed, values.size)
     unpacked = np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8)
     payload[split:] = pack(unpacked, layout)
     if message_out is not None:
-        message_out[:] = _reconstruct(unpacked, step, half, message_in)
+        message_out[:] = _reconstruct(unpacked, step, layout, message_in)
     return True
 
 
@@ -62,7 +58,7 @@ def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: Floa
     split = scales_nbytes(out.size, layout)
     codes = payload[split:]
     steps = unpack_scales(payload[:split], layout.scale)
-    in_range = (steps >= smallest_step(layout.scale)) & (steps <= largest_step(layout.bits, layout.scale))
+    in_range = (np.abs(steps) >= grid(layout).smallest) & (np.abs(steps) <= grid(layout).largest)
     zero = steps.view(np.uint32) == 0
     if not (in_range | zero).all():
         return False
@@ -70,7 +66,7 @@ def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: Floa
     if not np.array_equal(pack(unpacked, layout), codes):
         return False
     step = np.repeat(steps, layout.group)[: out.size]
-    out[:] = _reconstruct(unpacked, step, np.float32(2 ** (layout.bits - 1)), message_in)
+    out[:] = _reconstruct(unpacked, step, layout, message_in)
     return True
 
 
@@ -84,15 +80,19 @@ def squared_norms(
     return float(error @ error), float(change @ change), float(wide @ wide)
 
 
-def _steps(differences: FloatArray, layout: Layout, rounding: Rounding) -> FloatArray:
-    """One step a group, already rounded to the scale's dtype: exactly the number that the decoder reads."""
+def _steps(differences: FloatArray, layout: Layout) -> FloatArray:
+    """One signed step a group, already rounded to the scale's dtype: exactly the number that the decoder reads."""
+    _, centre, near_factor, far_factor, smallest, largest = grid(layout)
     starts = np.arange(0, differences.size, layout.group)
-    absmax = np.maximum.reduceat(np.abs(differences), starts)
+    above = np.maximum.reduceat(np.maximum(differences, np.float32(0)), starts)
+    below = np.maximum.reduceat(np.maximum(-differences, np.float32(0)), starts)
+    near, far = np.maximum(above, below), np.minimum(above, below)
     with np.errstate(over="ignore"):
-        step = absmax * step_factor(layout.bits, rounding)
-    step = np.minimum(step, largest_step(layout.bits, layout.scale))
-    step = np.where(step < smallest_step(layout.scale), np.float32(0), step)
-    return _round_to_scale(step, layout.scale, up=rounding == "stochastic")
+        step = np.maximum(near * near_factor, far * far_factor)
+    step = np.minimum(step, largest)
+    step = np.where(step < smallest, np.float32(0), step)
+    step = _round_to_scale(step, layout.scale, up=layout.rounding == "stochastic")
+    return np.where((above > below) & (centre == 0) & (step > 0), -step, step)
 
 
 def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
@@ -112,11 +112,12 @@ def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
 
 
 def _reconstruct(
-    unpacked: npt.NDArray[np.uint8], step: FloatArray, half: np.float32, message_in: FloatArray | None
+    unpacked: npt.NDArray[np.uint8], step: FloatArray, layout: Layout, message_in: FloatArray | None
 ) -> FloatArray:
-    level = unpacked.astype(np.float32) + (np.float32(0.5) - half)
+    level = unpacked.astype(np.float32) + np.float32(grid(layout).centre - grid(layout).half)
     change = level * step
-    return change if message_in is None else message_in + change
+    with np.errstate(over="ignore"):  # within half a step of the largest float32; refused at the next visit
+        return change if message_in is None else message_in + change
 
 
 def uniform(seed: int, num_values: int) -> FloatArray:

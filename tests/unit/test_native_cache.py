@@ -23,8 +23,8 @@ for bits in map(int, sys.argv[1:]):
     layout = ops.Layout(bits, 64)
     payloads = [np.zeros(ops.payload_nbytes(200, layout), np.uint8) for _ in range(2)]
     for backend, payload in zip((cpu, reference), payloads):
-        backend.encode(values, layout, payload, None, None, "nearest", 0)
-    kernel = cpu._encode_kernel(bits, "bf16", "nearest", False, False, 64)
+        backend.encode(values, layout, payload, None, None, 0)
+    kernel = cpu._encode_kernel(layout, False, False)
     print(bits, sum(kernel.stats.cache_hits.values()), np.array_equal(*payloads))
 """
 
