@@ -13,7 +13,6 @@ import xxhash
 
 from coordinator.batches import Batches, Wanted
 from coordinator.events import RunTerms, StageSplit
-from pipecomp import registry
 from pipecomp.config import RunConfig, resolved_toml
 from pipecomp.data.loading import load_dataset
 from pipecomp.data.records import DataSettings
@@ -25,6 +24,7 @@ from pipecomp.models import open_model
 from pipecomp.models.base import Model
 from pipecomp.partition import StagePlan, plan_stages
 from pipecomp.protocol.messages import Assignment, Join, StageAddress, TensorEntry
+from pipecomp.runtime.rehearsal import CODED_KINDS, make_codec, make_schedule
 from pipecomp.types import Kind, TensorSpec
 
 if TYPE_CHECKING:
@@ -105,7 +105,12 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
     Raises:
         ConfigError: the run file names something that cannot be used.
     """
+    make_schedule(config)  # refused here, not in every worker
+    for kind in CODED_KINDS:
+        make_codec(config, kind)
     model = open_model(config.model)
+    if not any(p.trainable for p in model.plan.parameters):
+        raise ConfigError(f"model.freeze = {list(config.model.freeze)} leaves no parameter to train")
     if config.data.tokenizer is not None:
         tokenizer = load_tokenizer(config.data.tokenizer)
     else:
@@ -200,9 +205,8 @@ def _split(config: RunConfig, model: Model, train: Dataset) -> StagePlan:
 
 
 def _bits(config: RunConfig, kind: Kind, spec: TensorSpec) -> float:
-    """Bits a value that a run's codec for `kind` takes; also the first to refuse options that no codec knows."""
-    options = dict(getattr(config.compression, kind.value))
-    codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
+    """Bits a value that a run's codec for `kind` takes, for samples of the usual length."""
+    codec = make_codec(config, kind)
     return float(8 * codec.encoded_nbytes(spec, first_visit=False) / spec.num_values)
 
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from pipecomp.errors import ConfigError
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+_LARGEST = 2**63 - 1  # what a message can carry
+Positive = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+_FINITE = sys.float_info.max
+AboveZero = Annotated[float, msgspec.Meta(gt=0, le=_FINITE)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_FINITE)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 CodecOptions = dict[str, Any]
 """`{codec = NAME, ...}`; the codec named checks the rest."""
@@ -70,14 +74,14 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     batch_size: Positive = 8
     """Samples in one optimizer step, over all microbatches."""
     num_microbatches: Positive = 4
-    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 5e-5
+    learning_rate: AboveZero = 5e-5
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     warmup_steps: Count = 0
     warmup_ratio: Fraction = 0.0
     weight_decay: NonNegative = 0.0
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.999
-    adam_epsilon: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
+    adam_epsilon: AboveZero = 1e-8
     max_grad_norm: NonNegative = 1.0
     """0 turns clipping off."""
     gradient_checkpointing: bool = False
@@ -120,8 +124,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     link_credit_nbytes: Positive = 64 * 2**20
     """Bytes that may be under way on one link before its sender waits."""
     heartbeat_interval_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 0.5
-    heartbeat_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    join_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    heartbeat_timeout_s: AboveZero = 5.0
+    join_timeout_s: AboveZero = 600.0
     """How long to wait for all workers."""
 
 
@@ -250,8 +254,17 @@ def _explain(text: str, tree: dict[str, Any]) -> str:
         value: Any = tree
         for key in re.sub(r"\[[^\]]*\]", "", at[1]).split("."):
             value = value.get(key) if isinstance(value, dict) else value
-        return f"{at[1]} = {value!r}: {text[: at.start()]}"
+        allowed = _allowed(at[1])
+        return f"{at[1]} = {value!r}: " + (f"allowed: {', '.join(allowed)}" if allowed else text[: at.start()])
     return text
+
+
+def _allowed(path: str) -> list[str]:
+    """The values of a key that takes one of a few; empty for any other key."""
+    section, _, key = path.partition(".")
+    kind = get_type_hints(get_type_hints(RunConfig).get(section, object)).get(key)
+    kinds = [kind, *get_args(kind)]
+    return [_toml_value(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
 
 
 def _check(config: RunConfig, source: str) -> None:

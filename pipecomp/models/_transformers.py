@@ -290,11 +290,15 @@ class TransformersModel(Model):
 
 
 def whole_on_meta(transformers_config: TransformersConfig) -> Any:  # noqa: ANN401 - transformers' model
-    """Transformers' own model of a configuration, in fp32 and without memory."""
+    """Transformers' own model of a configuration, in fp32 and without memory. Raises ConfigError for one it cannot build."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(transformers_config, dtype=torch.float32)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(transformers_config, dtype=torch.float32)
+    except Exception as e:  # transformers raises many kinds for values that do not fit together
+        reason = f"{type(e).__name__}: {e}"
+        raise ConfigError(f"transformers cannot build this {transformers_config.model_type} model: {reason}") from e
 
 
 def _seed_generator(device: torch.device, seed: int) -> None:

@@ -39,8 +39,13 @@ class CodecThreads:
         future = asyncio.get_running_loop().run_in_executor(self._pool, function)
         running = cast("asyncio.Future[object]", future)
         self._running.add(running)
-        running.add_done_callback(self._running.discard)
+        running.add_done_callback(self._ended)
         return await asyncio.shield(future)
+
+    def _ended(self, future: asyncio.Future[object]) -> None:
+        self._running.discard(future)
+        if not future.cancelled():
+            future.exception()  # a cancelled caller does not ask, and asyncio would complain
 
     async def idle(self) -> None:
         """Wait until nothing runs, so that nothing more can be staged for an aborted step."""

@@ -1,5 +1,5 @@
-"""Codecs tried once before the first step, so that compiling or loading their kernels delays no step and no heartbeat.
-Knows the run's compression settings; no links."""
+"""Codecs and schedule of a run file, and codecs tried once before the first step, so that compiling or loading their kernels
+delays no step and no heartbeat. Knows the run's settings; no links."""
 
 from __future__ import annotations
 
@@ -9,25 +9,43 @@ import torch
 from pipecomp import registry
 from pipecomp.codecs.base import Codec
 from pipecomp.config import RunConfig
+from pipecomp.errors import ConfigError
 from pipecomp.native import ops
+from pipecomp.schedules.base import Schedule
 from pipecomp.types import Kind, TensorSpec
 
-_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATION, Kind.TIED)
+CODED_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATION, Kind.TIED)
+"""Kinds of traffic whose codec the run file names."""
+
 _NUM_ROWS = 2
 
 
 def make_codec(config: RunConfig, kind: Kind) -> Codec:
     """The codec that the run file gives a kind of traffic. Raises ConfigError for a name or option that is not known."""
     options = dict(getattr(config.compression, kind.value))
-    codec: Codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
+    try:
+        codec: Codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
+    except ConfigError as e:
+        raise ConfigError(f"compression.{kind.value}: {e}") from e
     return codec
+
+
+def make_schedule(config: RunConfig) -> Schedule:
+    """The schedule that the run file names. Raises ConfigError for a name or option that is not known."""
+    cluster = config.cluster
+    options = {} if cluster.num_in_flight is None else {"num_in_flight": cluster.num_in_flight}
+    try:
+        schedule: Schedule = registry.load("pipecomp.schedules", cluster.schedule).from_options(options)
+    except ConfigError as e:
+        raise ConfigError(f"cluster.schedule = {cluster.schedule!r}: {e}") from e
+    return schedule
 
 
 def rehearse_codecs(config: RunConfig, num_columns: int) -> None:
     """Encode and decode a few values with every codec of the run, first and later visit."""
     values = torch.from_numpy(np.ones((_NUM_ROWS, num_columns), np.float32))
     spec = TensorSpec(_NUM_ROWS, num_columns)
-    for codec in (make_codec(config, kind) for kind in _KINDS):
+    for codec in (make_codec(config, kind) for kind in CODED_KINDS):
         message = None
         for _ in range(2 if codec.has_messages else 1):
             out = np.empty(codec.encoded_nbytes(spec, first_visit=message is None), np.uint8)

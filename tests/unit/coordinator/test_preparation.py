@@ -122,3 +122,20 @@ def test_pretrained_weights_are_listed_with_their_hashes(tmp_path):
 def test_what_cannot_be_used_is_named(tmp_path, sections, complaint):
     with pytest.raises(ConfigError, match=complaint):
         prepare_run(make_config(**sections), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"cluster": {"schedule": "zigzag"}}, "cluster.schedule = 'zigzag': .*there are: 1f1b, gpipe"),
+        ({"cluster": {"schedule": "gpipe", "num_in_flight": 2}}, "cluster.schedule = 'gpipe': .*num_in_flight"),
+        ({"compression": {"forward": {"codec": "zip"}}}, "compression.forward: .*there are: cast, delta, identity, uniform"),
+        ({"compression": {"tied": {"codec": "uniform", "bits": 9}}}, "compression.tied: .*bits = 9"),
+        ({"model": {"freeze": ["*"]}}, r"model.freeze = \['\*'\] leaves no parameter to train"),
+        ({"model": {"config": {**GPT2, "n_embd": 7}}}, "transformers cannot build this gpt2 model: ValueError: .*divisible"),
+        ({"model": {"config": {**GPT2, "activation_function": "foo"}}}, "cannot build this gpt2 model: KeyError: 'foo'"),
+    ],
+)
+def test_what_no_worker_could_run_is_refused_before_workers_are_let_in(sections, text):
+    with pytest.raises(ConfigError, match=text):
+        prepare_run(make_config(**sections), None)
