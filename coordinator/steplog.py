@@ -60,7 +60,7 @@ def _line(record: e.Record, ledger: Ledger) -> dict[str, Any]:
         case e.StepAborted():
             return {"event": "aborted", "step": record.step, "reason": record.reason}
         case e.EvaluationEnded():
-            return {"event": "evaluation", "step": record.step, "loss": record.loss, "time_s": record.time_s}
+            return {"event": "evaluation", "step": record.step, "loss": record.loss, "eval_time_s": record.time_s}
         case e.WorkerJoined():
             return {"event": "joined", "worker": record.worker, "host": record.host}
         case e.WorkerTurnedAway():

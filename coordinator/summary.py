@@ -28,7 +28,7 @@ def make_summary(
         "train_loss": statistics.fmean(ledger.losses) if ledger.losses else None,
         "last_train_loss": ledger.losses[-1] if ledger.losses else None,
         "initial_eval_loss": evaluations[0].loss if first_is_before else None,
-        "eval_loss": evaluations[-1].loss if evaluations else None,
+        "eval_loss": evaluations[-1].loss if evaluations and (evaluations[-1].step or not ledger.num_steps) else None,
         "eval_samples": evaluations[-1].size.samples if evaluations else 0,
         "evaluations": [{"step": one.step, "loss": one.loss, "time_s": one.time_s} for one in evaluations],
         "step_time_s": statistics.median(times) if times else None,
@@ -138,7 +138,7 @@ def _links_table(summary: Mapping[str, Any]) -> str:
                     kind,
                     _number(row["relative_error"], ".2e"),
                     _number(row["delta_ratio"], ".4f"),
-                    f"{row['first_visits']} of {row['samples']}",
+                    "-" if row["delta_ratio"] is None and kind != "forward" else f"{row['first_visits']} of {row['samples']}",
                 ]
             )
     return format_grid(rows, align="<<>>>") if len(rows) > 1 else ""

@@ -36,7 +36,7 @@ class ModelFolderWriter:
         folder: where the model will be; may exist if it is empty or holds an older model.
         plan: which tensors a whole model has.
         config: the model's configuration as plain JSON values (`Model.config`).
-        num_files: how many times `add` will be called.
+        num_files: how many times `add` will be called at most.
         extra_files: copied as they are: tokenizer, generation settings.
 
     Raises:
@@ -96,9 +96,7 @@ class ModelFolderWriter:
         self._num_added += 1
         if not kept:  # a stage of nothing but a tied head
             return
-        file = SINGLE_FILE
-        if self._num_files > 1:
-            file = f"model-{self._num_added:05d}-of-{self._num_files:05d}.safetensors"
+        file = f"part-{self._num_added:05d}.safetensors"  # gets its name once it is known how many there are
         plain = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in kept.items()}
         try:
             save_file(plain, self._draft / file, metadata={"format": "pt"})
@@ -119,7 +117,8 @@ class ModelFolderWriter:
         if missing:
             raise ValueError(f"{len(missing)} tensors were not added, {missing[0]} first")
         try:
-            if self._num_files > 1:
+            self._name_files()
+            if len(set(self._weight_map.values())) > 1:
                 metadata = {"total_size": self._nbytes}
                 index = {"metadata": metadata, "weight_map": dict(sorted(self._weight_map.items()))}
                 (self._draft / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -134,6 +133,16 @@ class ModelFolderWriter:
         except OSError as e:
             raise ConfigError(f"cannot give the model its folder {self._folder}: {e.strerror or e}") from e
         return self._folder
+
+    def _name_files(self) -> None:
+        """`model.safetensors`, or `model-0000k-of-0000n.safetensors` where there are n."""
+        parts = sorted(set(self._weight_map.values()))
+        names = {part: f"model-{k:05d}-of-{len(parts):05d}.safetensors" for k, part in enumerate(parts, start=1)}
+        if len(parts) == 1:
+            names[parts[0]] = SINGLE_FILE
+        for part, name in names.items():
+            (self._draft / part).rename(self._draft / name)
+        self._weight_map = {tensor: names[part] for tensor, part in self._weight_map.items()}
 
     def discard(self) -> None:
         """Remove what was written and not finished. Does nothing after `finish`."""
