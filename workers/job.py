@@ -225,8 +225,10 @@ class AssignedWork:
         return e.WeightsUploaded(num_tensors=count, traffic=self._traffic())
 
     async def failed(self) -> e.Event:
-        """Waits for the first background task that ends; they never end well."""
+        """Waits for the first background task that ends; they never end well. A worker without neighbours has none."""
         await self._loaded.wait()
+        if not self._background:
+            await asyncio.Event().wait()
         done, _ = await asyncio.wait(self._background, return_when=asyncio.FIRST_COMPLETED)
         task = done.pop()
         error = task.exception()

@@ -11,7 +11,8 @@ threads. Everything about phases and transitions is in this file.
     IDLE --EvaluationPlan--> EVALUATING --> IDLE          IDLE --SendWeights--> UPLOADING --> IDLE
     anywhere --Stop--> STOPPED          anywhere --failure--> FAILED
 
-A plan that arrives while the step before it is being committed or aborted waits. What the table does not allow is the
+A plan that arrives while the step before it is being committed or aborted waits, and so does its abort: another worker may
+have refused the step before it began here. What the table does not allow is the
 coordinator's fault: RemoteProtocolError, which ends the worker with a Failed message.
 """
 
@@ -77,6 +78,7 @@ class WorkerState:
         self.welcome: m.Welcome | None = None
         self.plan: m.StepPlan | None = None
         self._queued: e.MessageReceived | None = None
+        self._queued_is_aborted = False
 
     def handle(self, event: e.Event, *, now: float) -> list[e.Effect]:
         """React to one event.
@@ -203,7 +205,13 @@ class WorkerState:
 
     def _must_wait(self, event: e.MessageReceived) -> bool:
         """Keep work that comes while the last step is still being ended."""
-        if self.phase not in _BUSY_ENDING or not isinstance(event.message, m.StepPlan | m.EvaluationPlan | m.SendWeights):
+        message, queued = event.message, None if self._queued is None else self._queued.message
+        if self.phase not in _BUSY_ENDING:
+            return False
+        if isinstance(message, m.Abort) and isinstance(queued, m.StepPlan) and message.step == queued.step:
+            self._queued_is_aborted = True
+            return True
+        if not isinstance(message, m.StepPlan | m.EvaluationPlan | m.SendWeights):
             return False
         if self._queued is not None:
             raise RemoteProtocolError(f"two plans wait while {self.worker} is {self.phase.value}")
@@ -211,12 +219,17 @@ class WorkerState:
         return True
 
     def _then_queued(self, message: m.Message) -> list[e.Effect]:
-        """Report, then start what waited."""
+        """Report, then start what waited; a step that was aborted meanwhile is only forgotten."""
         effects: list[e.Effect] = [e.Send(message=message)]
-        if self._queued is not None:
-            event, self._queued = self._queued, None
-            effects += self.handle(event, now=0.0)
-        return effects
+        event, self._queued = self._queued, None
+        aborted, self._queued_is_aborted = self._queued_is_aborted, False
+        if event is None:
+            return effects
+        if aborted and isinstance(event.message, m.StepPlan):
+            self._check_epoch(event.message.epoch)
+            self.plan, self.phase = event.message, Phase.ABORTING
+            return [*effects, e.ApplyAbort(step=event.message.step)]
+        return [*effects, *self.handle(event, now=0.0)]
 
     def _check_step(self, step: int) -> m.StepPlan:
         if self.plan is None or self.plan.step != step:

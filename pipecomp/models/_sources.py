@@ -117,7 +117,7 @@ def _parse(config: Mapping[str, object]) -> TransformersConfig:
     try:
         return type(AutoConfig.for_model(model_type)).from_dict(values)
     except Exception as e:  # transformers raises many kinds for a bad value
-        raise ConfigError(f"transformers refuses this {model_type} configuration: {e}") from e
+        raise ConfigError(f"transformers refuses this {model_type} configuration: {' '.join(str(e).split())}") from e
 
 
 def _canonical(config: Mapping[str, object]) -> dict[str, Any]:

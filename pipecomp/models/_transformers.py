@@ -297,7 +297,7 @@ def whole_on_meta(transformers_config: TransformersConfig) -> Any:  # noqa: ANN4
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(transformers_config, dtype=torch.float32)
     except Exception as e:  # transformers raises many kinds for values that do not fit together
-        reason = f"{type(e).__name__}: {e}"
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())}"
         raise ConfigError(f"transformers cannot build this {transformers_config.model_type} model: {reason}") from e
 
 

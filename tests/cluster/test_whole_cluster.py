@@ -218,6 +218,13 @@ async def test_a_step_whose_values_are_not_finite_is_aborted_everywhere_and_trai
     assert summary["steps"] == 3
 
 
+async def test_one_worker_alone_trains_the_whole_model(tmp_path: Path) -> None:
+    finish, summary = await Cluster(make_config(tmp_path, cluster={"num_stages": 1})).run()
+    assert finish.exit_code == 0, finish.cause
+    assert summary["eval_loss"] < summary["initial_eval_loss"]
+    assert summary["traffic"]["forward"]["values"] == 0
+
+
 async def test_a_run_of_steps_that_are_not_finite_ends_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,20 @@ def test_a_plan_that_comes_during_the_commit_starts_right_after_it() -> None:
     assert state.handle(e.StepCommitted(step=3, report=REPORT), now=0.0) == [done, e.RunStep(plan=plan(4), buffers=())]
 
 
+def test_a_plan_that_is_aborted_during_the_commit_before_it_never_runs() -> None:
+    state = at(*PREPARED, told(commit(3)), told(plan(4)))
+    assert state.handle(told(m.Abort(epoch=1, step=4, reason="NaN")), now=0.0) == []
+    done = e.Send(message=m.Committed(epoch=1, step=3, report=REPORT))
+    assert state.handle(e.StepCommitted(step=3, report=REPORT), now=0.0) == [done, e.ApplyAbort(step=4)]
+    assert state.handle(e.StepAborted(step=4), now=0.0) == [e.Send(message=m.Aborted(epoch=1, step=4))]
+    assert state.handle(told(plan(5)), now=0.0) == [e.RunStep(plan=plan(5), buffers=())]
+
+
+def test_the_abort_of_a_step_that_is_being_committed_is_the_coordinators_fault() -> None:
+    with pytest.raises(RemoteProtocolError, match="Abort is not allowed while w is committing"):
+        at(*PREPARED, told(commit(3)), told(m.Abort(epoch=1, step=3, reason="x")))
+
+
 @pytest.mark.parametrize("before", [RUNNING, PREPARED], ids=["running", "prepared"])
 def test_an_abort_ends_the_step_wherever_it_is(before: tuple[e.Event, ...]) -> None:
     state = at(*before)
@@ -173,6 +187,7 @@ _ANY = st.sampled_from(
         e.StepRefused(step=3, stage=0, reason="NaN"),
         told(commit(3)),
         told(m.Abort(epoch=1, step=3, reason="x")),
+        told(m.Abort(epoch=1, step=4, reason="x")),
         e.StepCommitted(step=3, report=REPORT),
         e.StepAborted(step=3),
         told(m.HeartbeatReply(sent_at_s=0.0)),
