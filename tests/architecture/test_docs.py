@@ -95,9 +95,12 @@ def describe(kind: inspect.Type) -> str:
     raise AssertionError(f"no word for {kind}")
 
 
+_NO_BOUND = 1e18  # what a key is held under only so that it stays a finite number
+
+
 def bounds(kind: inspect.IntType | inspect.FloatType) -> str:
     named = (">", kind.gt), ("≥", kind.ge), ("<", kind.lt), ("≤", kind.le)
-    return ",".join(f" {sign} {value:g}" for sign, value in named if value is not None)
+    return ",".join(f" {sign} {value:g}" for sign, value in named if value is not None and value < _NO_BOUND)
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> Any:
