@@ -80,6 +80,10 @@ class Quantizer(NamedTuple):
         """See `ops.decode`; flat arrays. Raises CorruptPayload if `buffer` is not of `nbytes(spec)`."""
         ops.decode(buffer, self.layout(spec), out=out, message_in=message_in)
 
+    def warm_up(self, num_columns: int, *, has_message: bool) -> None:
+        """Compile, or load, the kernels that `encode` and `decode` call."""
+        ops.warm_up(self.layout(TensorSpec(1, num_columns)), has_message=has_message)
+
     def __str__(self) -> str:
         parts = [str(self.bits), f"/{'row' if self.group is None else f'g{self.group}'}"]
         parts += [f"/{self.scale}"] if self.scale != "bf16" else []

@@ -78,6 +78,9 @@ class Codec(abc.ABC):
             CorruptPayload: the buffer's size is not `encoded_nbytes`, or its content is one that no encoder writes.
         """
 
+    def warm_up(self, num_columns: int) -> None:  # noqa: B027 - most codecs have nothing to prepare
+        """Prepare what the first calls on samples with `num_columns` would else wait for (compile kernels, or load them)."""
+
     def describe(self) -> str:
         """One word for tables, for example `delta3/g64`."""
         return self.name

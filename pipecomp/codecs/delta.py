@@ -71,6 +71,10 @@ class Delta(Codec):
         self.quantizer.decode(buffer, before, spec, flat)
         return Decoded(values, values)
 
+    def warm_up(self, num_columns: int) -> None:
+        self.first_visit.warm_up(num_columns)
+        self.quantizer.warm_up(num_columns, has_message=True)
+
     def describe(self) -> str:
         return f"delta{self.quantizer}"
 

@@ -46,6 +46,9 @@ class Uniform(Codec):
         self.quantizer.decode(buffer, None, spec, flat)
         return Decoded(values, None)
 
+    def warm_up(self, num_columns: int) -> None:
+        self.quantizer.warm_up(num_columns, has_message=False)
+
     def describe(self) -> str:
         return f"uniform{self.quantizer}"
 

@@ -230,6 +230,13 @@ def squared_norms(
     return float(error), float(change), float(size)
 
 
+def warm_up(layout: Layout, *, has_message: bool) -> None:
+    """Compile, or load, what `encode` and `decode` need for this layout, with messages in and out or without any."""
+    check_layout(layout)
+    cpu = _backend()
+    cpu.warm_up([cpu.Config(layout, has_message)])
+
+
 def _backend() -> types.ModuleType:
     """Imported when first needed: a compiler is heavy. Arrays of other devices, with kernels of their own, would branch here."""
     from pipecomp.native import cpu

@@ -9,6 +9,7 @@ import torch
 from pipecomp import registry
 from pipecomp.codecs.base import Codec, Decoded
 from pipecomp.errors import CodecError, CorruptPayload, NonFiniteValues
+from pipecomp.native import cpu
 from pipecomp.types import TensorSpec
 
 STATELESS = [("identity", {}), ("cast", {}), ("uniform", {"bits": 4})]
@@ -88,3 +89,13 @@ def test_a_change_costs_the_error_of_the_change_and_not_of_the_value() -> None:
     values = message + 0.01 * torch.randn(64, 64, generator=chance)
     direct, delta = through(build("uniform", bits=4), values), through(build("delta", bits=4), values, message)
     assert (direct.values - values).norm() > 50 * (delta.values - values).norm()
+
+
+def test_after_a_warm_up_no_visit_compiles_anything() -> None:
+    codec = build("delta", bits=3, group="row")
+    codec.warm_up(48)
+    compiled = cpu._encode_kernel.cache_info().misses, cpu._decode_kernel.cache_info().misses
+    values = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    message = through(codec, values).values
+    through(codec, values, message)
+    assert (cpu._encode_kernel.cache_info().misses, cpu._decode_kernel.cache_info().misses) == compiled
