@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from coordinator.events import BatchSize, Effect, EvaluationEnded, Log, Peer, RunTerms, SendEvaluation, TrafficReported
@@ -26,6 +27,8 @@ class Evaluation:
         self.is_running = False
         self.cut_short = False
         """Leave the parts out that are not planned yet."""
+        self.failure = ""
+        """Why there is no use in going on; empty while there is."""
 
     def start(self, step: int, now: float) -> list[Effect]:
         """Begin a pass after `step` steps."""
@@ -58,4 +61,7 @@ class Evaluation:
             return []
         total = BatchSize(*(sum(column) for column in zip(*self._sizes, strict=True)))
         loss = mean_loss(self._loss_sums, total.targets)
+        if not math.isfinite(loss):
+            advice = "try a lower train.learning_rate" if self._step else "are these the right weights for this tokenizer?"
+            self.failure = f"the held-out loss after {self._step} steps is {loss}; {advice}"
         return [Log(EvaluationEnded(self._step, loss, total, now - self._started_at))]

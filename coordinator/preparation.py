@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import xxhash
 
 from coordinator.batches import Batches, Wanted
 from coordinator.events import RunTerms, StageSplit
-from pipecomp.config import RunConfig, resolved_toml
+from pipecomp.config import RunConfig, config_hash
 from pipecomp.data.loading import load_dataset
 from pipecomp.data.records import DataSettings
 from pipecomp.data.samples import Dataset
@@ -125,7 +124,7 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
     batches = Batches(train, held_out, config.train)
     stage_plan = _split(config, model, train)
     terms = RunTerms(
-        config_hash=xxhash.xxh3_64_hexdigest(resolved_toml(config).encode()),
+        config_hash=config_hash(config),
         model_hash=model.hash,
         tokenizer_hash=tokenizer_hash(tokenizer),
         stages=tuple(

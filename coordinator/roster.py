@@ -98,7 +98,7 @@ class Roster:
 
     def _hash_objection(self, join: Join, terms: RunTerms) -> str:
         rows = (
-            ("configuration", join.config_hash, terms.config_hash, "start it without a run file of its own"),
+            ("configuration", join.config_hash, terms.config_hash, "give it the hash that is printed here, or none"),
             ("model", join.model_hash, terms.model_hash, "give it the same model folder, or none"),
             ("tokenizer", join.tokenizer_hash, terms.tokenizer_hash, "give it the same tokenizer, or none"),
         )

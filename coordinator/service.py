@@ -28,7 +28,7 @@ from coordinator.split import describe_split, threads_share
 from coordinator.state import CoordinatorState
 from coordinator.steplog import StepLog
 from coordinator.weights import WeightsDesk, tensor_reader
-from pipecomp.config import RunConfig, resolved_toml
+from pipecomp.config import RunConfig, config_hash, resolved_toml
 from pipecomp.errors import LocalProtocolError, PipecompError
 from pipecomp.protocol.messages import EvaluationPlan, StepPlan, Traffic
 from pipecomp.runtime.compute import ComputeThread
@@ -95,7 +95,7 @@ class CoordinatorService:
         """
         await self._open()
         on_listening(self.address)
-        self._around.console.say(resolved_toml(self._config))
+        self._around.console.say(f"{resolved_toml(self._config)}\nconfiguration hash {config_hash(self._config)}")
         self._spawn(self._peers.accept(), "accept")
         self._spawn(self._tick(), "tick")
         self._spawn(self._prepare(), "prepare")

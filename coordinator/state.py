@@ -244,7 +244,9 @@ class CoordinatorState:
             else:
                 self._collect(now)
         elif self.phase is Phase.EVALUATING and not evaluation.is_running:
-            if training.is_complete or self._stop_requested:
+            if evaluation.failure:
+                self._fail(evaluation.failure)
+            elif training.is_complete or self._stop_requested:
                 self._collect(now)
             else:
                 self._train(now)
@@ -310,14 +312,18 @@ class CoordinatorState:
         self._go_on(self._training, self._evaluation, now)
 
     def _interrupt(self) -> None:
-        self._tell_all(m.Stop(reason="the person stopped the run", failed=True))
+        stop = m.Stop(reason="the person stopped the run", failed=True)
+        self._tell_all(stop)
+        self._effects += [Send(peer, stop) for peer in self._early]
         self._enter(Phase.FAILED)
         self._effects.append(e.Finish(INTERRUPTED, "interrupted; nothing was saved", stopped_early=True))
 
     def _fail(self, cause: str) -> None:
         if self.phase in _ENDED:
             return
-        self._tell_all(m.Stop(reason=cause, failed=True))
+        stop = m.Stop(reason=cause, failed=True)
+        self._tell_all(stop)
+        self._effects += [Send(peer, stop) for peer in self._early]
         self._enter(Phase.FAILED)
         self._effects.append(e.Finish(1, cause, stopped_early=True))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+import xxhash
 
 from pipecomp.errors import ConfigError
 
@@ -187,6 +188,11 @@ def resolved_toml(config: RunConfig) -> str:
         lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
+
+
+def config_hash(config: RunConfig) -> str:
+    """Two coordinators with equal hashes train the same: of every key, in order, defaults included."""
+    return xxhash.xxh3_64_hexdigest(resolved_toml(config).encode())
 
 
 def _toml_value(value: object) -> str:

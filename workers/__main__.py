@@ -14,6 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bind", default="0.0.0.0:0", metavar="HOST:PORT", help="data port that neighbours dial")
     parser.add_argument("--advertise", metavar="HOST[:PORT]", help="what neighbours dial, if it is not the bound address")
     parser.add_argument("--model", metavar="FOLDER", help="read weights from here instead of getting them sent")
+    parser.add_argument("--config-hash", default="", metavar="HASH", help="take part only in a run of this configuration")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads; 0: as many as there are cores")
     options = parser.parse_args(arguments)
 
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
                 bind=options.bind,
                 advertise=options.advertise,
                 model_folder=options.model,
+                config_hash=options.config_hash,
                 num_threads=options.threads,
             )
         )

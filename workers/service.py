@@ -52,6 +52,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     bind: str = "0.0.0.0:0"
     advertise: str | None = None  # HOST or HOST:PORT that neighbours dial; default: the address that reaches the coordinator
     model_folder: str | None = None
+    config_hash: str = ""  # of the one configuration that it wants to train; empty: any
     num_threads: int = 0
     device: str = "cpu"
 
@@ -198,6 +199,7 @@ class WorkerService:
             device=self.options.device,
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            config_hash=self.options.config_hash,
             model_hash=self._work.model_hash,
             tokenizer_hash=self._work.tokenizer_hash,
         )

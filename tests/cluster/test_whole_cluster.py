@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ from coordinator.preparation import prepare_run
 from coordinator.service import CoordinatorService, ServiceOptions, Surroundings
 from coordinator.summary import make_summary
 from pipecomp import __version__
-from pipecomp.config import RunConfig, parse_run_config
+from pipecomp.config import RunConfig, config_hash, parse_run_config
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.transport.base import Address
@@ -216,6 +217,20 @@ async def test_a_step_whose_values_are_not_finite_is_aborted_everywhere_and_trai
     assert finish.exit_code == 0, finish.cause
     assert [a["step"] for a in summary["aborted_steps"]] == [2]
     assert summary["steps"] == 3
+
+
+async def test_a_worker_that_wants_another_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    cluster = Cluster(make_config(tmp_path, cluster={"join_timeout_s": 0.5}))
+    wanted = {"worker-0": config_hash(cluster.config), "worker-1": "0" * 16}
+
+    def want(worker: WorkerService) -> None:
+        worker.options = msgspec.structs.replace(worker.options, config_hash=wanted[worker.options.name])
+
+    finish, _ = await cluster.run(want)
+    assert "1 of 2 workers joined within 0.5 s (worker-0)" in finish.cause
+    assert f"configuration hash {wanted['worker-0']}\n" in cluster.output.getvalue()
+    refusal = f"refused: worker 'worker-1' has configuration hash {'0' * 16}, this coordinator has {wanted['worker-0']}"
+    assert refusal in cluster.output.getvalue()
 
 
 async def test_one_worker_alone_trains_the_whole_model(tmp_path: Path) -> None:

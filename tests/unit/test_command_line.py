@@ -35,7 +35,7 @@ def test_the_version_is_the_packages():
     [
         ("launch", {"--set", "--summary", "--log", "--quiet"}),
         ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--quiet"}),
-        ("worker", {"--coordinator", "--name", "--bind", "--advertise", "--model", "--threads", "--device"}),
+        ("worker", {"--coordinator", "--name", "--bind", "--advertise", "--model", "--config-hash", "--threads", "--device"}),
         ("bench kernels", {"--json"}),
     ],
 )

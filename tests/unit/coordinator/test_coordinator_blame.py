@@ -36,6 +36,25 @@ def test_everyone_else_is_told_to_stop(make_script):
     assert all(effect.message.failed for effect in effects if isinstance(effect, e.Send))
 
 
+def test_workers_that_came_early_are_told_why_the_run_never_began(make_script, join):
+    script = make_script()
+    script.say(0, join("w0"))
+    effects = script.do(e.WorkFailed("data.train: no such file"))
+    assert effects[0] == e.Send(e.Peer(0), m.Stop(reason="data.train: no such file", failed=True))
+    assert script.cause(effects) == "data.train: no such file"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(make_script, bad):
+    script = make_script(total_steps=1, evaluations=1)
+    script.ready()
+    script.evaluated(0, 1)
+    script.evaluated(1, 1)
+    script.take_step(1)
+    script.evaluated(0, 2)
+    assert f"the held-out loss after 1 steps is {bad}" in script.cause(script.evaluated(1, 2, loss=bad))
+
+
 def test_a_neighbours_cry_does_not_hide_the_killed_worker(make_script):
     script = make_script()
     script.ready()
