@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -31,7 +32,7 @@ class Console(Protocol):
 
 
 class PlainConsole:
-    """One line for each thing that is worth one."""
+    """One line for each thing that is worth one. Goes on in silence once nobody reads (`| head`): the run is worth more."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
@@ -39,7 +40,12 @@ class PlainConsole:
         self._logging_steps = 1
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, self._stream.fileno())  # so that neither what is buffered nor anybody else fails again
+            os.close(silence)
 
     def begin(self, total_steps: int, logging_steps: int) -> None:
         self._total_steps, self._logging_steps = total_steps, logging_steps

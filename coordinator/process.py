@@ -35,6 +35,8 @@ from pipecomp.errors import AddressError, ConfigError
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.transport.base import Address
 
+_LAST_PORT = 65535
+
 
 class CoordinatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a coordinator is told by its own user."""
@@ -84,12 +86,13 @@ def run_coordinator(options: CoordinatorOptions, pipes: LaunchPipes | None = Non
 async def _run(options: CoordinatorOptions, pipes: LaunchPipes | None) -> Finish:
     from pipecomp.transport.zeromq import ZeromqTransport
 
+    service_options = _service_options(options)
     transport = ZeromqTransport()
     console = open_console(quiet=options.quiet)
     with _open_log(options) as step_log:
         service = CoordinatorService(
             options.config,
-            _service_options(options),
+            service_options,
             Surroundings(
                 transport=transport,
                 clock=time.monotonic,
@@ -108,8 +111,8 @@ async def _run(options: CoordinatorOptions, pipes: LaunchPipes | None) -> Finish
             finish = await service.run(partial(_announce, pipes, console.say))
         finally:
             await transport.close()
+            _tidy_log(options, step_log.path, service)
     _conclude(options, service, finish, console.say)
-    _tidy_log(options, step_log.path, service.ledger.model_folder)
     return finish
 
 
@@ -121,6 +124,8 @@ def _prepare(config: RunConfig, *, cache_folder: Path | None) -> PreparedRun:
 
 def _service_options(options: CoordinatorOptions) -> ServiceOptions:
     host, port = parse_host_port(options.bind, "--bind")
+    if port == _LAST_PORT:
+        raise AddressError(f"--bind {options.bind}: there is no next port for weights; choose one below {_LAST_PORT}")
     return ServiceOptions(
         run=secrets.token_hex(8),
         version=__version__,
@@ -134,7 +139,7 @@ def _service_options(options: CoordinatorOptions) -> ServiceOptions:
 def parse_host_port(text: str, flag: str) -> tuple[str, int]:
     """Raises AddressError that says how to write it."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdigit() or int(port) > _LAST_PORT:
         raise AddressError(f"{flag} {text}: write HOST:PORT, for example 0.0.0.0:7700 (port 0 takes a free one)")
     return host, int(port)
 
@@ -204,15 +209,23 @@ def _open_log(options: CoordinatorOptions) -> StepLog:
     return StepLog(folder.with_name(f"{folder.name}.steps.jsonl"))
 
 
-def _tidy_log(options: CoordinatorOptions, path: Path, model_folder: str) -> None:
-    if options.log is None and model_folder:
+def _tidy_log(options: CoordinatorOptions, path: Path, service: CoordinatorService) -> None:
+    """Nobody asked for it: leave it only where steps would be lost with it."""
+    if options.log is None and (service.ledger.model_folder or not service.ledger.num_steps):
         path.unlink(missing_ok=True)
 
 
 def _check_target(path: str | None, flag: str) -> None:
     """Find out before hours of training, not after."""
-    if path is not None and not Path(path).resolve().parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {Path(path).resolve().parent}")
+    if path is None:
+        return
+    target = Path(path).resolve()
+    if target.is_dir():
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {target.parent}")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path}: no right to write there")
 
 
 def _cache_folder() -> Path | None:

@@ -45,7 +45,7 @@ def describe_split(run: PreparedRun, joins: Sequence[Join]) -> str:
 
 
 def threads_share(joins: Sequence[Join], rank: int) -> int:
-    """torch threads for a worker whose own user names none: its share of the cores where it is not alone on its host, since
+    """Torch threads for a worker whose own user names none: its share of the cores where it is not alone on its host, since
     threads that outnumber the cores wait for each other; else 0, all of them."""
     own = joins[rank]
     num_neighbours = sum(join.host == own.host for join in joins)

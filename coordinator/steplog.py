@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -11,9 +13,14 @@ from coordinator import events as e
 from coordinator.ledger import Ledger
 from pipecomp.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 class StepLog:
-    """Appends to a file that is emptied at the start; every line is whole on disk before the next step."""
+    """Appends to a file that is emptied at the start; every line is whole on disk before the next step.
+
+    A disk that refuses ends the log with a warning, not the run: the model is worth more.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,12 +33,18 @@ class StepLog:
     def write(self, record: e.Record, ledger: Ledger, now: float) -> None:
         """`ledger` has taken the record already; `now` is seconds since the run began."""
         line = _line(record, ledger)
-        if line:
+        if not line or self._file.closed:
+            return
+        try:
             self._file.write(json.dumps({"time_s": round(now, 6), **line}) + "\n")
             self._file.flush()
+        except OSError as error:
+            logger.warning("the step log %s ends here: %s", self.path, error.strerror or error)
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written above
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -99,8 +99,8 @@ def worker(
         Path | None, typer.Option(metavar="FOLDER", help="Read weights from this folder instead of getting them sent.")
     ] = None,
     config_hash: Annotated[
-        str, typer.Option(metavar="HASH", help="Take part only in a run of this configuration; the coordinator prints it.")
-    ] = "",
+        str | None, typer.Option(metavar="HASH", help="Take part only in a run of this configuration; the coordinator prints it.")
+    ] = None,
     threads: Annotated[int, typer.Option(metavar="N", min=0, help="Torch threads; 0 leaves it to torch.")] = 0,
     device: Annotated[str, typer.Option(metavar="cpu|auto", help="Where to compute.")] = "cpu",
 ) -> None:
@@ -115,7 +115,7 @@ def worker(
         bind=bind,
         advertise=advertise,
         model_folder=_text(model),
-        config_hash=config_hash,
+        config_hash=config_hash or "",
         num_threads=threads,
         device=device,
     )

@@ -138,7 +138,9 @@ class Launch:
         os.close(self._announce[0])
         os.close(self._deaths[1])
         threads = max(1, _num_cores() // self._num_workers)
-        return run_worker(WorkerOptions(coordinator=coordinator, name=name, bind="127.0.0.1:0", num_threads=threads))
+        return run_worker(
+            WorkerOptions(coordinator=coordinator, name=name, bind="127.0.0.1:0", num_threads=threads, is_launched=True)
+        )
 
     def _fork(self, name: str, body: Callable[[], int]) -> int:
         sys.stdout.flush()

@@ -33,7 +33,7 @@ from pipecomp.runtime.memory import peak_memory_nbytes
 from pipecomp.transport.base import Address, Connection, Transport
 from workers import events as e
 from workers.job import AssignedWork
-from workers.state import WorkerState
+from workers.state import Phase, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     config_hash: str = ""  # of the one configuration that it wants to train; empty: any
     num_threads: int = 0
     device: str = "cpu"
+    is_launched: bool = False  # its coordinator writes to the same terminal
 
 
 class WorkerService:
@@ -305,7 +306,7 @@ def run_worker(options: WorkerOptions) -> int:
         runner = asyncio.Runner()
     with runner:
         finish = runner.run(_run(options))
-    if finish.exit_code:
+    if finish.exit_code and finish.reason:
         sys.stderr.write(f"{options.name}: {finish.reason}\n")
     return finish.exit_code
 
@@ -327,7 +328,10 @@ async def _run(options: WorkerOptions) -> e.Finish:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.leave, f"{options.name} was stopped by {number.name}")
-    return await service.run()
+    finish = await service.run()
+    if options.is_launched and service.state.phase is Phase.STOPPED:  # the coordinator has said it
+        return msgspec.structs.replace(finish, reason="")
+    return finish
 
 
 def _source_address(coordinator: str) -> str | None:

@@ -68,6 +68,14 @@ def test_an_address_that_cannot_be_bound_is_one_line(tmp_path):
     assert result.stderr == "error: --bind here: write HOST:PORT, for example 0.0.0.0:7700 (port 0 takes a free one)\n"
 
 
+@pytest.mark.parametrize(("target", "text"), [("{}", "this is a folder"), ("{}/no/s.json", "there is no folder {}/no")])
+def test_a_summary_that_could_not_be_written_is_refused_at_the_start(tmp_path, target, text):
+    (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n')
+    result = run("coordinator", str(tmp_path / "run.toml"), "--summary", target.format(tmp_path))
+    assert result.returncode == 1
+    assert text.format(tmp_path) in result.stderr
+
+
 def test_a_device_that_is_not_supported_is_refused():
     result = run("worker", "--coordinator", "h:1", "--device", "tpu")
     assert result.returncode == 2

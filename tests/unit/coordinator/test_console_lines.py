@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import pytest
@@ -78,3 +79,13 @@ def test_a_quiet_console_says_nothing(capsys):
     console.say("hello")
     console.show(committed(1), Ledger())
     assert capsys.readouterr().out == ""
+
+
+def test_lines_that_nobody_reads_any_more_end_no_run():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        console = PlainConsole(stream)
+        console.say("one")
+        console.say("two")
+        console.close()

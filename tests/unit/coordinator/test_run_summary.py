@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +162,12 @@ def test_the_step_log_holds_one_object_a_line(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "new" / "steps.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["phase", "step", "aborted"]
     assert (lines[1]["loss"], lines[1]["sent_bytes"], lines[1]["time_s"]) == (2.0, 15, 1.5)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_ends_the_step_log_and_not_the_run(caplog):
+    ledger = Ledger()
+    with StepLog(Path("/dev/full")) as log:
+        log.write(e.PhaseEntered("training"), ledger, 0.0)
+        log.write(e.PhaseEntered("collecting"), ledger, 1.0)
+    assert caplog.messages == ["the step log /dev/full ends here: No space left on device"]
