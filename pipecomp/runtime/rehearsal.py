@@ -27,6 +27,11 @@ def make_codec(config: RunConfig, kind: Kind) -> Codec:
         codec: Codec = registry.load("pipecomp.codecs", options.pop("codec")).from_options(options)
     except ConfigError as e:
         raise ConfigError(f"compression.{kind.value}: {e}") from e
+    if codec.has_messages and kind is not Kind.FORWARD:  # nothing commits or aborts messages of other kinds
+        raise ConfigError(
+            f"compression.{kind.value}: codec {codec.name!r} remembers messages, which only forward activations have; "
+            "choose a codec without them"
+        )
     return codec
 
 

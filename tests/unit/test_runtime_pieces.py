@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from pipecomp.codecs.uniform import Uniform
 from pipecomp.errors import ConfigError, RemoteProtocolError
 from pipecomp.models import tensor_bytes
 from pipecomp.protocol import messages as m
 from pipecomp.protocol.wire import Received
 from pipecomp.runtime.batches import check_refs, make_batches
-from pipecomp.runtime.channel import Inbox
+from pipecomp.runtime.channel import CodecThreads, Destination, Inbox
 from pipecomp.runtime.optimizer import squared_norm
 from pipecomp.runtime.seeds import DropoutSeeds, derive_seed, rounding_seed
-from pipecomp.runtime.tied import add_tied_gradients
+from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
 from pipecomp.runtime.weights import fetch_tensors, read_own_tensors, trained_tensors
 from pipecomp.types import Kind, SampleId
 
@@ -113,6 +114,26 @@ def test_gradients_of_a_tied_weight_are_added_once_and_the_heads_is_let_go() -> 
     add_tied_gradients(embedding, head)
     assert embedding.grad.tolist() == [11.0, 22.0]
     assert head.grad is None
+
+
+def test_chance_in_a_tied_gradient_depends_on_run_end_step_and_piece() -> None:
+    def drawn(*, step: int = 1, start: int = 0, own_stage: int = 0, run_seed: int = 5) -> bytes:
+        exchange = TiedExchange(
+            Inbox(FakeLink()),  # type: ignore[arg-type]
+            Uniform.from_options({"bits": 3, "rounding": "stochastic"}),
+            CodecThreads(),
+            Destination("r", 1, 0, Kind.TIED, 1, 40),
+            own_stage=own_stage,
+            name="wte",
+            parameter=torch.nn.Parameter(torch.zeros(4, 40)),
+            run_seed=run_seed,
+        )
+        rows = torch.full((4, 40), 0.3)
+        rows[:, 0] = 1.0
+        return exchange._encode(step, start, rows).tobytes()
+
+    assert drawn() == drawn()
+    assert len({drawn(), drawn(step=2), drawn(start=160), drawn(own_stage=3), drawn(run_seed=6)}) == 5
 
 
 # ---------------------------------------------------------------- inbox
