@@ -146,11 +146,25 @@ def _parse_json(place: Place, line: str) -> _Row:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as e:
         raise ConfigError(f"{place}: not valid JSON ({e}); a .jsonl file holds one JSON object a line") from e
+    if "\\u" in line and not _is_text(row):
+        raise ConfigError(f"{place}: half of a surrogate pair (\\ud800 to \\udfff) stands alone, which is no character")
     if not isinstance(row, dict):
         raise ConfigError(
             f'{place}: a {_json_type(row)}, not a JSON object; each line must look like {{"text": "..."}}'
         )
     return row
+
+
+def _is_text(value: object) -> bool:
+    """Whether every string in a JSON value can be encoded; an escape may name half a character."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    if isinstance(value, dict):
+        return all(_is_text(key) and _is_text(part) for key, part in value.items())
+    return not isinstance(value, list) or all(map(_is_text, value))
 
 
 def _choose(place: Place, row: _Row, settings: DataSettings) -> _Parse:

@@ -105,6 +105,15 @@ def test_json_nested_without_end_is_an_error_like_any_other(jsonl_file: Path) ->
     assert "line 1: not valid JSON" in refusal(jsonl_file, "[" * 200_000)
 
 
+@pytest.mark.parametrize("line", [r'{"text": "a \ud800 b"}', r'{"text": "a", "x": [{"\udc00": 1}]}'])
+def test_half_a_character_is_refused(jsonl_file: Path, line: str) -> None:
+    assert "line 1: half of a surrogate pair" in refusal(jsonl_file, line)
+
+
+def test_a_character_in_two_escapes_is_text(jsonl_file: Path) -> None:
+    assert read(jsonl_file, r'{"text": "\ud83d\ude00"}') == [(TextRecord, 1, "\U0001f600")]
+
+
 def test_a_line_that_is_no_object_is_refused(jsonl_file: Path) -> None:
     assert "line 1: a list, not a JSON object" in refusal(jsonl_file, '["a"]')
 
