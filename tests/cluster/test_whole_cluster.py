@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 import torch
 
+from coordinator import preparation
 from coordinator.batches import Wanted
 from coordinator.console import PlainConsole
 from coordinator.events import Finish
 from coordinator.preparation import prepare_run
+from coordinator.saving import ModelSaver
 from coordinator.service import CoordinatorService, ServiceOptions, Surroundings
 from coordinator.summary import make_summary
 from pipecomp import __version__
 from pipecomp.config import RunConfig, config_hash, parse_run_config
+from pipecomp.runtime import assembly, rehearsal
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.transport.base import Address
@@ -52,7 +55,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
             "max_grad_norm": 0.0,
         },
         "compression": {"forward": IDENTITY, "backward": IDENTITY, "evaluation": IDENTITY},
-        "cluster": {"num_stages": 2},
+        "cluster": {"num_stages": 2, "heartbeat_timeout_s": 60.0},  # one process, and perhaps a busy machine
     }
     for name, values in sections.items():
         tree[name] |= values
@@ -198,6 +201,30 @@ async def test_heartbeats_survive_a_long_backward(tmp_path: Path, monkeypatch: p
     finish, _ = await cluster.run(watch)
     assert finish.exit_code == 0, finish.cause
     assert heard >= 3
+
+
+async def test_reading_building_and_saving_run_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, set[threading.Thread]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, set()).add(threading.current_thread())
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(preparation, "open_model")
+    watch(assembly, "build_modules")
+    watch(rehearsal, "rehearse_codecs")
+    for name in ("add", "finish"):
+        watch(ModelSaver, name)
+    finish, _ = await Cluster(make_config(tmp_path, train={"max_steps": 1})).run()
+    assert finish.exit_code == 0, finish.cause
+    in_the_loop = [name for name, threads in seen.items() if threading.current_thread() in threads]
+    assert sorted(seen) == ["add", "build_modules", "finish", "open_model", "rehearse_codecs"]
+    assert not in_the_loop
 
 
 async def test_a_step_whose_values_are_not_finite_is_aborted_everywhere_and_training_goes_on(
