@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numba as nb
 import numpy as np
 from numba.extending import overload
 
+from pipecomp.native import _vectors, ops
 from pipecomp.native._vectors import (
     HAS_AFTER,
     HAS_BEFORE,
@@ -131,8 +133,8 @@ def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmat
 def _sources() -> str:
     """Digest of all that kernels are made of. Numba itself would look at this file alone, and load kernels made of old parts."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for module in (ops, _vectors, sys.modules[__name__]):
+        digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -208,7 +210,8 @@ def plane_nbytes(length, width):
 
 
 # What follows is written once and compiled into each kernel with that kernel's constants: an overload is chosen by the
-# types of its arguments, and the type of a literal holds its value. It costs no call: LLVM is told to inline it.
+# types of its arguments, and the type of a literal holds its value. It costs no call: LLVM is told to inline it. Arguments
+# that change are given as np.int64, so that 0 and a group's length do not make types, and compilations, of their own.
 _INLINE = {"prefer_literal": True, "jit_options": {"forceinline": True}}
 
 
@@ -345,7 +348,8 @@ def _pack_block(unpacked, length, codes, offset, bits):
 
     def inlined(unpacked, length, codes, offset, bits):
         if length % 8:
-            unpacked[length : length + PADDING] = 0
+            for index in range(length, length + PADDING):
+                unpacked[index] = 0
         nbytes = plane_nbytes(length, low)
         pack(unpacked, codes, offset, nbytes, 0, low)
         offset += nbytes
@@ -374,7 +378,8 @@ def _unpack_block(codes, offset, unpacked, length, bits):
 
     def inlined(codes, offset, unpacked, length, bits):
         if length % 8:
-            unpacked[length : length + PADDING] = 0
+            for index in range(length, length + PADDING):
+                unpacked[index] = 0
         nbytes = plane_nbytes(length, low)
         unpack(codes, unpacked, offset, nbytes, 0, low)
         offset += nbytes
@@ -405,12 +410,12 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
 
     # Whole blocks first, where lengths are constants and loops unroll; then the last, short block, in the same order of bytes.
     def kernel(values, before, after, payload, any_group, seed_low, seed_high):
-        group = fixed_group or any_group
+        group = np.int64(fixed_group or any_group)
         block = block_of(group)
         num_values = values.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
         worst = np.uint32(0)
-        scale_at, offset = 0, (num_values + group - 1) // group * scale_nbytes
+        scale_at, offset = np.int64(0), (num_values + group - 1) // group * scale_nbytes
         whole = num_values - num_values % block
         for block_start in range(0, whole, block):
             for at in range(0, block, group):
@@ -444,12 +449,12 @@ def _decode_kernel(layout: Layout, has_in: bool) -> Callable[..., Any]:
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
 
     def kernel(payload, before, out, any_group):
-        group = fixed_group or any_group
+        group = np.int64(fixed_group or any_group)
         block = block_of(group)
         num_values = out.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
         is_good = True
-        scale_at, offset = 0, (num_values + group - 1) // group * scale_nbytes
+        scale_at, offset = np.int64(0), (num_values + group - 1) // group * scale_nbytes
         whole = num_values - num_values % block
         for block_start in range(0, whole, block):
             offset, is_padded = unpack_block(payload, offset, unpacked, block, bits)
