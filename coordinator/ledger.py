@@ -116,7 +116,8 @@ class Ledger:
         self.num_steps += 1
         self.num_samples += record.size.samples
         self.num_tokens += record.size.tokens
-        self.losses.append(record.loss)
+        if record.size.targets:  # else there was nothing to predict, and the loss is 0 by name only
+            self.losses.append(record.loss)
         self.step_times_s.append(record.step_time_s)
         self._recent.append((record.step_time_s, record.size.tokens))
         for worker, report in record.reports.items():

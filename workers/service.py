@@ -32,6 +32,7 @@ from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session
 from pipecomp.runtime.memory import peak_memory_nbytes
 from pipecomp.transport.base import Address, Connection, Transport
 from workers import events as e
+from workers.addresses import check_advertised, source_address, with_scheme
 from workers.job import AssignedWork
 from workers.state import Phase, WorkerState
 
@@ -176,7 +177,7 @@ class WorkerService:
 
     async def _dial(self) -> Connection:
         """Dial until the coordinator is there; workers may be started before it."""
-        address = Address(_with_scheme(self.options.coordinator))
+        address = Address(with_scheme(self.options.coordinator))
         deadline = self._clock() + _DIAL_S
         while True:
             try:
@@ -283,10 +284,6 @@ def failure_event(error: BaseException, activity: str) -> e.Event:
             return e.WorkFailed(activity=activity, reason=f"{type(error).__name__}: {error}")
 
 
-def _with_scheme(address: str) -> str:
-    return address if "://" in address else f"tcp://{address}"
-
-
 def default_name() -> str:
     """Host name and process id: unique enough among two to thirty machines."""
     return f"{socket.gethostname()}-{os.getpid()}"
@@ -317,10 +314,13 @@ async def _run(options: WorkerOptions) -> e.Finish:
     host, _, port = options.bind.rpartition(":")
     if not host or not port.isdigit():
         raise AddressError(f"--bind {options.bind}: write HOST:PORT, for example 0.0.0.0:7701 (port 0 takes a free one)")
+    source = source_address(options.coordinator)
+    if options.advertise is not None:
+        check_advertised(options.advertise)
     work = AssignedWork(
         name=options.name,
         data_address=Address(f"tcp://{options.bind}"),
-        advertise=options.advertise or _source_address(options.coordinator),
+        advertise=options.advertise or source,
         model_folder=options.model_folder,
         num_threads=options.num_threads,
     )
@@ -332,18 +332,3 @@ async def _run(options: WorkerOptions) -> e.Finish:
     if options.is_launched and service.state.phase is Phase.STOPPED:  # the coordinator has said it
         return msgspec.structs.replace(finish, reason="")
     return finish
-
-
-def _source_address(coordinator: str) -> str | None:
-    """The local address from which packets to the coordinator leave; None where the route is not known yet."""
-    host, _, port = coordinator.rpartition(":")
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            found: str = probe.getsockname()[0]
-            return f"[{found}]" if ":" in found else found
-    except (OSError, ValueError) as error:
-        raise AddressError(f"--coordinator {coordinator}: {error}. Write HOST:PORT of the running coordinator") from error
-
-

@@ -76,6 +76,23 @@ def test_a_summary_that_could_not_be_written_is_refused_at_the_start(tmp_path, t
     assert text.format(tmp_path) in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--coordinator", "nohost"), "--coordinator nohost: write HOST:PORT of the coordinator"),
+        (("--coordinator", "h:"), "--coordinator h:: write HOST:PORT of the coordinator"),
+        (("--coordinator", "127.0.0.1:70000"), "--coordinator 127.0.0.1:70000: write HOST:PORT of the coordinator"),
+        (("--coordinator", "127.0.0.1:1", "--advertise", "x:y:z"), "--advertise x:y:z: write HOST, HOST:PORT or [IPV6]:PORT"),
+        (("--coordinator", "127.0.0.1:1", "--bind", "here"), "--bind here: write HOST:PORT"),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_refused_before_anything_is_dialled(arguments, text):
+    result = run("worker", *arguments)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {text}")
+    assert result.stderr.count("\n") == 1
+
+
 def test_a_device_that_is_not_supported_is_refused():
     result = run("worker", "--coordinator", "h:1", "--device", "tpu")
     assert result.returncode == 2

@@ -105,6 +105,13 @@ def test_losses_times_and_speed():
     assert (summary["steps"], summary["samples"], summary["tokens"]) == (3, 12, 120)
 
 
+def test_a_batch_with_nothing_to_predict_does_not_count_in_the_mean_loss():
+    ledger = Ledger()
+    ledger.take(committed(1, loss=5.0))
+    ledger.take(committed(2, loss=0.0)._replace(size=e.BatchSize(4, 40, 0)))
+    assert (summarize(ledger)["train_loss"], summarize(ledger)["steps"]) == (5.0, 2)
+
+
 def test_peak_memory_is_the_highest_that_a_worker_reported():
     ledger = Ledger()
     ledger.take(e.WorkerLoaded("w0", 11, 10, peak_memory_nbytes=50))
