@@ -55,7 +55,7 @@ def run_on_three_hosts(folder: Path, forward: str, backward: str) -> tuple[dict[
     run_file = folder / "run.toml"
     run_file.write_text(RUN_FILE.format(root=ROOT, folder=folder, forward=forward, backward=backward))
     summary = folder / "summary.json"
-    with NamespaceHosts(3, hidden=[ROOT / "examples"]) as workers_hosts:
+    with NamespaceHosts(3, hidden=[ROOT / "examples", folder]) as workers_hosts:
         coordinator = [PIPECOMP, "coordinator", str(run_file), "--bind", f"{workers_hosts.address(0)}:{PORT}"]
         processes = [
             workers_hosts.start(0, [*coordinator, "--summary", str(summary)], log=folder / "0.log", sees_all=True)
