@@ -171,6 +171,40 @@ async def test_an_abort_in_the_middle_of_encoding_leaves_no_message_and_no_job(
         assert {version for version, _ in sender.values()} == {1}
 
 
+async def test_an_abort_behind_a_stuck_link_encodes_nothing_more(
+    two: LocalPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted, link_is_well = asyncio.Event(), asyncio.Event()
+    last = NUM_MICROBATCHES - 1
+    spy(monkeypatch, OutChannel, "submit", lambda _, __, microbatch, *___, **____: microbatch == last and submitted.set())
+    send = Link.send
+
+    async def stuck(self: Link, message: Message, *args: Any, **kwargs: Any) -> None:
+        await link_is_well.wait()
+        await send(self, message, *args, **kwargs)
+
+    monkeypatch.setattr(Link, "send", stuck)
+    step = asyncio.ensure_future(two.step(batch(), learning_rate=1e-3))
+    await submitted.wait()
+    await settled(two)
+    step.cancel()
+    await asyncio.gather(step, return_exceptions=True)
+    for rank in two.ranks:
+        await rank.abort(1)
+    link_is_well.set()
+    await settled(two)
+    assert [rank.message_nbytes for rank in two.ranks] == [0, 0]
+    await two.step(batch(), learning_rate=1e-3)
+
+
+async def test_evaluation_crosses_by_its_own_codec_on_every_visit(two: LocalPipeline) -> None:
+    await two.step(batch(), learning_rate=1e-3)
+    for _ in range(2):
+        await two.evaluate(batch())
+    sent = [t for hub in two._hubs for t in hub.traffic() if t.kind is Kind.EVALUATION and t.messages]
+    assert [(t.values, t.payload_nbytes) for t in sent] == [(values := 2 * 7 * NUM_MICROBATCHES * 16, 2 * values)]
+
+
 async def test_an_aborted_step_holds_no_memory(two: LocalPipeline) -> None:
     await two.step(batch(), learning_rate=1e-3)
     before = [rank.message_nbytes for rank in two.ranks]
