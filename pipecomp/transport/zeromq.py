@@ -260,7 +260,10 @@ class ZeromqListener(Listener):
     def _came(self, frames: list[zmq.Frame]) -> None:
         routing_id = frames[0].bytes
         if routing_id not in self._by_id:
-            self._welcome(routing_id, frames[0])
+            try:
+                self._welcome(routing_id, frames[0])
+            except zmq.ZMQError:  # it was gone before ZeroMQ could ask who it is; nobody could be answered
+                return
         connection = self._by_id[routing_id]
         if connection is not None:
             connection.deliver(frames[1:])
@@ -269,9 +272,9 @@ class ZeromqListener(Listener):
         """First message of a new peer."""
         self._monitor.read()  # so that its descriptor is not taken for that of an earlier connection
         descriptor = int(frame.get(zmq.SRCFD))
+        peer = f"{frame.get('Peer-Address')} (dialled {self.address})"
         self._end(descriptor)
         self._by_descriptor[descriptor] = routing_id
-        peer = f"{frame.get('Peer-Address')} (dialled {self.address})"
         connection = ZeromqConnection(
             peer, lambda frames: self._put(routing_id, frames), lambda linger_s: self._leave(routing_id, linger_s)
         )
