@@ -1,0 +1,292 @@
+"""One group and one block at a time, for Numba kernels: scales in their dtypes, codes in their planes. Knows arrays and the grid.
+
+Scalar code, in front of the whole-vector statements of `_vectors`. Nothing here is called from Python.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: ANN001, ANN202, ARG001 - what Numba compiles is typed by Numba
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+from numba.extending import overload
+
+from pipecomp.native._vectors import (
+    IS_STOCHASTIC,
+    as_bits,
+    as_float,
+    dequantize,
+    extremes,
+    pack,
+    quantize,
+    unpack,
+)
+from pipecomp.native.ops import MIN_BLOCK, PLANES, SCALE_NBYTES, Grid, Layout, Scale, grid
+
+SCALES: tuple[Scale, ...] = ("fp32", "bf16", "fp16")
+"""A kernel's literal for a scale dtype is its place here."""
+
+PADDING = 8  # codes past the end of a block that its last bytes have room for, at most 7
+
+
+@nb.njit
+def block_of(group):
+    """`ops.block_length`, for kernels."""
+    return group * ((MIN_BLOCK + group - 1) // group)
+
+
+@nb.njit
+def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):
+    """The bits, in the scale's dtype, of a step >= 0 that is at most the largest; by integers, so no target needs float16."""
+    if step < smallest:
+        return np.uint32(0)
+    pattern = as_bits(step)
+    if is_fp32:
+        return pattern
+    drop = np.uint32(16)  # mantissa bits that bf16 does not have
+    if is_fp16:
+        pattern = np.uint32(pattern - np.uint32(112 << 23))  # exponent bias 15 instead of 127
+        drop = np.uint32(13)
+        if step < np.float32(2.0**-14):  # subnormal: all numbers are multiples of 2^-24
+            exact = step * np.float32(2.0**24)
+            whole = np.uint32(exact)
+            rest = exact - np.float32(whole)
+            odd = (whole & np.uint32(1)) == np.uint32(1)
+            goes_up = rest > np.float32(0) if is_up else rest > np.float32(0.5) or (rest == np.float32(0.5) and odd)
+            return np.uint32(whole + np.uint32(1)) if goes_up else whole
+    unit = np.uint32(np.uint32(1) << drop)
+    if is_up:
+        return np.uint32((pattern + (unit - np.uint32(1))) >> drop)
+    return np.uint32((pattern + (unit >> np.uint32(1)) - np.uint32(1) + ((pattern >> drop) & np.uint32(1))) >> drop)
+
+
+@nb.njit
+def scale_value(pattern, is_fp32, is_fp16):
+    """The float32 that a scale's bits stand for; NaN for what is not finite in its dtype."""
+    if is_fp32:
+        return as_float(pattern)
+    if is_fp16:
+        sign = np.uint32((pattern & np.uint32(0x8000)) << np.uint32(16))
+        pattern = np.uint32(pattern & np.uint32(0x7FFF))
+        if pattern >= np.uint32(0x7C00):
+            return np.float32(np.nan)
+        if pattern < np.uint32(1 << 10):
+            magnitude = as_bits(np.float32(pattern) * np.float32(2.0**-24))
+        else:
+            magnitude = np.uint32((pattern << np.uint32(13)) + np.uint32(112 << 23))
+        return as_float(np.uint32(magnitude | sign))
+    return as_float(np.uint32(pattern << np.uint32(16)))
+
+
+@nb.njit
+def write_scale(scales, offset, pattern, nbytes):
+    """The low `nbytes` bytes of `pattern`, little-endian, to `scales[offset:]`."""
+    for byte in range(nbytes):
+        scales[offset + byte] = np.uint8((pattern >> np.uint32(8 * byte)) & np.uint32(0xFF))
+
+
+@nb.njit
+def read_scale(scales, offset, nbytes):
+    """The inverse of `write_scale`."""
+    pattern = np.uint32(0)
+    for byte in range(nbytes):
+        pattern = np.uint32(pattern | (np.uint32(scales[offset + byte]) << np.uint32(8 * byte)))
+    return pattern
+
+
+@nb.njit
+def plane_nbytes(length, width):
+    """Bytes of one plane of a block of `length` codes."""
+    return (length * width + 7) // 8
+
+
+# What follows is written once and compiled into each kernel with that kernel's constants: an overload is chosen by the
+# types of its arguments, and the type of a literal holds its value. It costs no call: LLVM is told to inline it. Arguments
+# that change are given as np.int64, so that 0 and a group's length do not make types, and compilations, of their own.
+_INLINE = {"prefer_literal": True, "jit_options": {"forceinline": True}}
+
+
+def encode_group(
+    values,
+    before,
+    after,
+    payload,
+    unpacked,
+    start,
+    at,
+    length,
+    scale_at,
+    seed_low,
+    seed_high,
+    bits,
+    scale,
+    lanes,
+    flags,
+):
+    """Scale, codes and message of one group; return the bits of its largest magnitude."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(encode_group, **_INLINE)
+def _encode_group(
+    values,
+    before,
+    after,
+    payload,
+    unpacked,
+    start,
+    at,
+    length,
+    scale_at,
+    seed_low,
+    seed_high,
+    bits,
+    scale,
+    lanes,
+    flags,
+):
+    num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
+    is_fp32, is_fp16, scale_nbytes, constants = _constants(num_bits, scale.literal_value, flag)
+    is_up, is_one_sided = bool(flag & IS_STOCHASTIC), constants.centre == 0
+    near_factor, far_factor, smallest, largest = constants[2:]
+    sign = np.uint32(1 << (8 * scale_nbytes - 1))
+
+    def inlined(
+        values,
+        before,
+        after,
+        payload,
+        unpacked,
+        start,
+        at,
+        length,
+        scale_at,
+        seed_low,
+        seed_high,
+        bits,
+        scale,
+        lanes,
+        flags,
+    ):
+        above, below = extremes(values, before, start, length, num_lanes, flag)
+        below = np.uint32(below & np.uint32(0x7FFFFFFF)) if below > np.uint32(0x7FFFFFFF) else np.uint32(0)
+        near, far = max(above, below), min(above, below)
+        step = min(max(as_float(near) * near_factor, as_float(far) * far_factor), largest)
+        pattern = scale_pattern(step, smallest, is_fp32, is_fp16, is_up)
+        if is_one_sided and above > below and pattern > np.uint32(0):
+            pattern = np.uint32(pattern | sign)
+        write_scale(payload, scale_at, pattern, scale_nbytes)
+        step = scale_value(pattern, is_fp32, is_fp16)
+        inverse = np.float32(1) / step if step != np.float32(0) else np.float32(0)
+        quantize(
+            values,
+            before,
+            after,
+            unpacked,
+            start,
+            at,
+            length,
+            step,
+            inverse,
+            seed_low,
+            seed_high,
+            num_bits,
+            num_lanes,
+            flag,
+        )
+        return near
+
+    return inlined
+
+
+def decode_group(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+    """The values of one group; return whether its scale is one that an encoder writes."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(decode_group, **_INLINE)
+def _decode_group(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+    num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
+    is_fp32, is_fp16, scale_nbytes, constants = _constants(num_bits, scale.literal_value, flag)
+    smallest, largest = constants.smallest, constants.largest
+
+    def inlined(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+        pattern = read_scale(payload, scale_at, scale_nbytes)
+        step = scale_value(pattern, is_fp32, is_fp16)
+        dequantize(unpacked, before, out, at, start, length, step, num_bits, num_lanes, flag)
+        magnitude = abs(step)
+        return (pattern == np.uint32(0)) | ((magnitude >= smallest) & (magnitude <= largest))
+
+    return inlined
+
+
+def _constants(bits: int, scale_index: int, flags: int) -> tuple[bool, bool, int, Grid]:
+    """(is fp32, is fp16, bytes of a scale, grid) of what a kernel's literals stand for."""
+    scale = SCALES[scale_index]
+    layout = Layout(bits, 1, scale, "stochastic" if flags & IS_STOCHASTIC else "nearest")
+    return scale == "fp32", scale == "fp16", SCALE_NBYTES[scale], grid(layout)
+
+
+def pack_block(unpacked, length, codes, offset, bits):
+    """All planes of a block of `length` codes to `codes[offset:]`; return the offset after them."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(pack_block, **_INLINE)
+def _pack_block(unpacked, length, codes, offset, bits):
+    low, middle, high = (*PLANES[bits.literal_value], 0, 0)[:3]
+    second, third = low, low + middle
+
+    def inlined(unpacked, length, codes, offset, bits):
+        if length % 8:
+            for index in range(length, length + PADDING):
+                unpacked[index] = 0
+        nbytes = plane_nbytes(length, low)
+        pack(unpacked, codes, offset, nbytes, 0, low)
+        offset += nbytes
+        if middle:
+            nbytes = plane_nbytes(length, middle)
+            pack(unpacked, codes, offset, nbytes, second, middle)
+            offset += nbytes
+        if high:
+            nbytes = plane_nbytes(length, high)
+            pack(unpacked, codes, offset, nbytes, third, high)
+            offset += nbytes
+        return offset
+
+    return inlined
+
+
+def unpack_block(codes, offset, unpacked, length, bits):
+    """The inverse; return the offset after the block, and whether its padding bits are 0."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(unpack_block, **_INLINE)
+def _unpack_block(codes, offset, unpacked, length, bits):
+    low, middle, high = (*PLANES[bits.literal_value], 0, 0)[:3]
+    second, third = low, low + middle
+
+    def inlined(codes, offset, unpacked, length, bits):
+        if length % 8:
+            for index in range(length, length + PADDING):
+                unpacked[index] = 0
+        nbytes = plane_nbytes(length, low)
+        unpack(codes, unpacked, offset, nbytes, 0, low)
+        offset += nbytes
+        if middle:
+            nbytes = plane_nbytes(length, middle)
+            unpack(codes, unpacked, offset, nbytes, second, middle)
+            offset += nbytes
+        if high:
+            nbytes = plane_nbytes(length, high)
+            unpack(codes, unpacked, offset, nbytes, third, high)
+            offset += nbytes
+        is_padded = True
+        if length % 8:
+            for index in range(length, length + PADDING):
+                is_padded &= unpacked[index] == 0
+        return offset, is_padded
+
+    return inlined
