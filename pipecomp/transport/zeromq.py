@@ -226,6 +226,7 @@ class ZeromqListener(Listener):
         self._linger_until = 0.0
         self._socket = socket
         self._unbound = asyncio.Event()
+        self._left = asyncio.Event()
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = _Monitor(socket, events, self._happened)
         self._pump = SocketPump(socket, self._came, self._idle)
@@ -246,9 +247,19 @@ class ZeromqListener(Listener):
                 await connection.close()
         self._closed = True
         self._changed.set()
+        await self._see_them_leave()
         await self._stop_listening()
         self._monitor.close()
-        self._pump.close(max(0.0, self._linger_until - self._loop.time()))
+        self._pump.close(0.0)
+
+    async def _see_them_leave(self) -> None:
+        """ZeroMQ drops what is queued for a port's connections along with the port, whatever LINGER says. So those who were
+        told to go get their time to hear it, and all that was said before it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._linger_until):
+                while self._by_id:
+                    self._left.clear()
+                    await self._left.wait()
 
     async def _stop_listening(self) -> None:
         """ZeroMQ's own thread closes the port; once it is done, nobody is let in any more and the port is free."""
@@ -300,6 +311,7 @@ class ZeromqListener(Listener):
         ending, self._ending = self._ending, []
         for routing_id in ending:
             connection = self._by_id.pop(routing_id, None)
+            self._left.set()
             if connection is not None:
                 connection.lose("the connection was lost")
 

@@ -1,7 +1,8 @@
-"""Peers that do what no pipecomp does, at a real listening socket."""
+"""A real listening socket: peers that do what no pipecomp does, and last words."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from typing import Any
 
@@ -27,4 +28,21 @@ async def test_a_message_of_a_peer_that_is_gone_already_is_dropped_and_the_next_
     dialled = await transport.dial(listener.address, timeout_s=10)
     await dialled.send([b"hello"])
     assert [bytes(frame) for frame in await (await listener.accept()).receive()] == [b"hello"]
+    await transport.close()
+
+
+async def test_last_words_leave_although_the_listener_closes() -> None:
+    transport = ZeromqTransport()
+    listener = await transport.listen(transport.any_address)
+    dialled = await transport.dial(listener.address, timeout_s=10)
+    await dialled.send([b"hello"])
+    accepted = await listener.accept()
+    words = bytes(32 << 20)  # more than the kernel takes at once
+    await accepted.send([words])
+    await accepted.close(linger_s=20.0)
+    closing = asyncio.create_task(listener.close())
+    (heard,) = await dialled.receive()
+    assert heard == words
+    await dialled.close()
+    await closing
     await transport.close()
