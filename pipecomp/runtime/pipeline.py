@@ -152,6 +152,7 @@ class Pipeline:
         await self.compute.run(self._forget)
         for coder in self._coders():
             coder.abort(step)
+        self.take_meters()  # of a step that never was
         self._finish(step)
         self._note("waiting for the next step", step)
 

@@ -205,6 +205,14 @@ async def test_evaluation_crosses_by_its_own_codec_on_every_visit(two: LocalPipe
     assert [(t.values, t.payload_nbytes) for t in sent] == [(values := 2 * 7 * NUM_MICROBATCHES * 16, 2 * values)]
 
 
+async def test_an_aborted_step_is_not_metered(two: LocalPipeline) -> None:
+    await two.step(batch(), learning_rate=1e-3)
+    metered = [meter for rank in two.ranks for meter in rank.take_meters()]
+    assert {meter.kind for meter in metered} == {Kind.FORWARD, Kind.BACKWARD}
+    await two.step(batch(), learning_rate=1e-3, abort=True)
+    assert [meter for rank in two.ranks for meter in rank.take_meters()] == []
+
+
 async def test_an_aborted_step_holds_no_memory(two: LocalPipeline) -> None:
     await two.step(batch(), learning_rate=1e-3)
     before = [rank.message_nbytes for rank in two.ranks]
