@@ -63,3 +63,16 @@ def test_a_batch_in_which_nothing_is_to_be_predicted_is_trained_all_the_same() -
     assert [[ref.length for ref in part] for part in plan.microbatches] == [[1]]
     assert plan.num_targets == 1  # the loss is divided by it
     assert run.evaluation_sizes == ()
+
+
+def test_a_steps_plan_is_a_function_of_its_number_whatever_was_planned_before() -> None:
+    def make() -> Batches:
+        return Batches(dataset(11), None, TrainConfig(batch_size=4, num_microbatches=2, num_train_epochs=3, seed=3))
+
+    def refs(run: Batches, step: int) -> object:
+        return run.step_plan(epoch=1, step=step, learning_rate=0.1, wanted=BOTH)[0].microbatches
+
+    fresh = {step: refs(make(), step) for step in range(1, 10)}
+    assert len({str(plan) for plan in fresh.values()}) == 9
+    walked = make()
+    assert all(refs(walked, step) == fresh[step] for step in (9, 1, 5, 2, 2, 8, 3, 4, 7, 6))
