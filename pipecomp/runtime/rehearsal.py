@@ -1,10 +1,9 @@
-"""Codecs and schedule of a run file, and codecs tried once before the first step, so that compiling or loading their kernels
+"""Codecs and schedule of a run file, and kernels made ready before the first step, so that compiling or loading them
 delays no step and no heartbeat. Knows the run's settings; no links."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from pipecomp import registry
 from pipecomp.codecs.base import Codec
@@ -12,12 +11,10 @@ from pipecomp.config import RunConfig
 from pipecomp.errors import ConfigError
 from pipecomp.native import ops
 from pipecomp.schedules.base import Schedule
-from pipecomp.types import Kind, TensorSpec
+from pipecomp.types import Kind
 
 CODED_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATION, Kind.TIED)
 """Kinds of traffic whose codec the run file names."""
-
-_NUM_ROWS = 2
 
 
 def make_codec(config: RunConfig, kind: Kind) -> Codec:
@@ -47,16 +44,9 @@ def make_schedule(config: RunConfig) -> Schedule:
 
 
 def rehearse_codecs(config: RunConfig, num_columns: int) -> None:
-    """Encode and decode a few values with every codec of the run, first and later visit."""
-    values = torch.from_numpy(np.ones((_NUM_ROWS, num_columns), np.float32))
-    spec = TensorSpec(_NUM_ROWS, num_columns)
-    for codec in (make_codec(config, kind) for kind in CODED_KINDS):
-        message = None
-        for _ in range(2 if codec.has_messages else 1):
-            out = np.empty(codec.encoded_nbytes(spec, first_visit=message is None), np.uint8)
-            message_out = codec.encode(values, message, seed=0, out=out)
-            codec.decode(out, message, spec)
-            message = message_out
-    flat = values.numpy().reshape(-1)
-    for old in (None, flat):
-        ops.squared_norms(flat, old, flat)
+    """Compile, or load, every kernel that the run will call on samples of `num_columns` features."""
+    for kind in CODED_KINDS:
+        make_codec(config, kind).warm_up(num_columns)
+    values = np.ones(num_columns, np.float32)
+    for message in (None, values):
+        ops.squared_norms(values, message, values)
