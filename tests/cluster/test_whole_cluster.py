@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -163,6 +164,24 @@ async def test_every_kind_of_traffic_is_in_the_summary_and_none_is_left_out(tmp_
     assert summary["traffic"]["evaluation"]["values"] == 2 * hidden * 5 * 16  # before and after training
     model_nbytes = 4 * sum(p.numel() for p in _parameters(tmp_path / "model"))
     assert summary["traffic"]["weights"]["payload_bytes"] == model_nbytes
+
+
+async def test_the_gradients_of_a_tied_weight_are_in_the_summary(tmp_path: Path) -> None:
+    demo = EXAMPLES / "demo-gpt2"
+    tied = {**json.loads((demo / "config.json").read_text()), "tie_word_embeddings": True}
+    config = make_config(
+        tmp_path,
+        model={"name": "", "config": tied},
+        data={"tokenizer": str(demo)},
+        train={"max_steps": 2},
+        compression={"tied": IDENTITY},
+        cluster={"tied_weights": "exchange"},
+    )
+    finish, summary = await Cluster(config).run()
+    assert finish.exit_code == 0, finish.cause
+    num_values = 2 * 2 * tied["vocab_size"] * tied["n_embd"]  # two ends, two steps
+    assert summary["traffic"]["tied"]["values"] == num_values
+    assert summary["traffic"]["tied"]["payload_bytes"] == 4 * num_values
 
 
 def _parameters(folder: Path) -> list[torch.Tensor]:

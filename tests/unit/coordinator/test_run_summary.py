@@ -43,6 +43,16 @@ def test_every_kind_of_traffic_is_in_the_summary_even_when_there_was_none():
     assert set(summarize(Ledger())["traffic"]) == {kind.value for kind in Kind}
 
 
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.WEIGHTS])
+def test_whatever_a_worker_reports_is_in_the_summary_and_in_the_table(kind):
+    ledger = Ledger()
+    ledger.take(committed(1, w0=report(traffic(kind, values=77_000, payload=5_000, header=321))))
+    summary = summarize(ledger)
+    row = summary["traffic"][kind.value]
+    assert (row["values"], row["payload_bytes"], row["header_bytes"]) == (77_000, 5_000, 321)
+    assert any(line.startswith(f"{kind.value} ") and "77,000" in line for line in format_summary(summary).splitlines())
+
+
 def test_a_workers_later_report_replaces_its_earlier_one():
     ledger = Ledger()
     ledger.take(committed(1, w0=report(traffic(Kind.FORWARD, values=100, payload=50, header=10))))
