@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import select
 import signal
@@ -54,6 +55,8 @@ COORDINATOR = "coordinator"
 _REHEARSED_COLUMNS = 64
 LEAVE_S = 2.0
 """How long workers get to leave after the coordinator has ended; one that hangs must not keep the others' end waiting."""
+ALONE_S = 4.0
+"""How long a coordinator may take to end after its last worker has; it hangs, or somebody stopped it, if it takes longer."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -101,6 +104,7 @@ class Launch:
         self._open_ends = {*self._lifeline, *self._announce, *self._deaths, *self._wake}
         self._signals: list[int] = []
         self._num_signals = 0
+        self._alone_since = math.inf
 
     def run(self) -> int:
         """Fork, watch, forward signals, reap. Returns the coordinator's exit code."""
@@ -197,6 +201,11 @@ class Launch:
             status = self._reap()
             if status is not None:
                 return self._conclude(status)
+            if time.monotonic() - self._alone_since > ALONE_S:
+                raise WorkerFailed(
+                    f"all workers have ended and the coordinator has not {ALONE_S:g} s later: it hangs or was stopped; "
+                    "it was ended, nothing more was saved"
+                )
 
     def _start_workers(self, address: str) -> None:
         coordinator = address.removeprefix("tcp://")
@@ -220,6 +229,7 @@ class Launch:
             worker = self._workers.pop(process_id, None)
             if worker is not None:
                 self._report_death(worker, status)
+                self._alone_since = math.inf if self._workers else time.monotonic()
 
     def _report_death(self, worker: str, status: int) -> None:
         death = {"worker": worker, "description": describe_status(status), "by_signal": os.WIFSIGNALED(status)}

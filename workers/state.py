@@ -191,9 +191,11 @@ class WorkerState:
         return [e.Send(message=m.LinkLost(link=event.link, peer_worker=event.peer_worker, reason=event.reason))]
 
     def _coordinator_gone(self, event: e.Event) -> list[e.Effect]:
+        """It may be there and only have been silent for too long: then it hears why this worker left."""
         assert isinstance(event, e.CoordinatorGone)
         self.phase = Phase.FAILED
-        return [e.Finish(exit_code=1, reason=event.reason)]
+        goodbye = m.Goodbye(worker=self.worker, reason=event.reason)
+        return [e.Send(message=goodbye), e.Finish(exit_code=1, reason=event.reason)]
 
     def _leave(self, event: e.Event) -> list[e.Effect]:
         assert isinstance(event, e.LeaveRequested)

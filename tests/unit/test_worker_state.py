@@ -169,6 +169,14 @@ def test_a_lost_link_is_reported_and_the_coordinator_decides() -> None:
     ]
 
 
+def test_a_coordinator_that_was_silent_for_too_long_is_told_why_its_worker_left() -> None:
+    state = at(*RUNNING)
+    assert state.handle(e.CoordinatorGone(reason="nothing heard for 5 s"), now=0.0) == [
+        e.Send(message=m.Goodbye(worker="w", reason="nothing heard for 5 s")),
+        e.Finish(exit_code=1, reason="nothing heard for 5 s"),
+    ]
+
+
 def test_a_refused_worker_says_why() -> None:
     state = WorkerState("w")
     assert state.handle(told(m.Refused(worker="w", reason="version 2 here, 1 there")), now=0.0) == [

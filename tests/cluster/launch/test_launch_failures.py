@@ -74,6 +74,15 @@ def test_a_stopped_worker_is_named_by_its_silence(launched):
     assert "no heartbeat for " in run.output
 
 
+def test_a_stopped_coordinator_is_ended_and_named(launched):
+    run = launched(*SLOW_LINKS, "cluster.heartbeat_timeout_s=2.0")
+    run.until_step(1)
+    run.kill("coordinator", signal.SIGSTOP)
+    assert os.waitstatus_to_exitcode(run.exit_status()) == 1
+    run.until_nobody_is_left()
+    assert "error: all workers have ended and the coordinator has not 4 s later" in run.output
+
+
 def test_ctrl_c_once_finishes_the_step_and_saves_the_model(launched):
     run = launched(*SLOW_LINKS)
     run.until_step(1)
