@@ -164,6 +164,8 @@ async def test_every_kind_of_traffic_is_in_the_summary_and_none_is_left_out(tmp_
     assert summary["traffic"]["evaluation"]["values"] == 2 * hidden * 5 * 16  # before and after training
     model_nbytes = 4 * sum(p.numel() for p in _parameters(tmp_path / "model"))
     assert summary["traffic"]["weights"]["payload_bytes"] == model_nbytes
+    reported = {part.link for parts in cluster.service.ledger._traffic.values() for part in parts}
+    assert reported == {"0/0-1", "weights/worker-0", "weights/worker-1"}
 
 
 async def test_the_gradients_of_a_tied_weight_are_in_the_summary(tmp_path: Path) -> None:

@@ -338,6 +338,25 @@ async def test_bytes_sent_again_are_counted_again_and_their_values_are_not():
         assert counted == sum(c.nbytes_sent for c in j.transports[0].connections)
 
 
+async def test_a_message_that_was_lost_counts_its_bytes_twice_and_its_values_once():
+    network = MemoryNetwork()
+    async with joined(lambda: MemoryTransport(network)) as j:
+        connection = j.transports[0].connections[0]
+        send = connection.send
+
+        async def send_and_cut(frames):
+            await send(frames)
+            network.cut()
+
+        connection.send = send_and_cut
+        await asyncio.gather(send_all(j.dialled, 20, 1_000), receive_all(j.accepted, 20, 1_000))
+        await j.dialled.drain(timeout_s=10)
+        weights = {t.kind: t for t in j.dialled.traffic()}[Kind.WEIGHTS]
+        assert (weights.values, weights.messages, weights.payload_nbytes) == (20_000, 20, 21_000)
+        counted = sum(t.payload_nbytes + t.header_nbytes for t in j.dialled.traffic())
+        assert counted == sum(c.nbytes_sent for c in j.transports[0].connections)
+
+
 @pytest.mark.parametrize("make", [None, ZeromqTransport], ids=["memory", "zeromq"])
 async def test_a_lost_peer_is_named_to_all_who_wait(make):
     async with joined(make, reconnect_s=0.2, credit_nbytes=2_000) as j:

@@ -7,6 +7,7 @@ import pytest
 from coordinator import events as e
 from coordinator.state import TRANSITIONS, Phase
 from pipecomp.protocol import messages as m
+from pipecomp.types import Kind
 
 EPOCH = 1
 STOP_WELL = m.Stop(reason="training is complete", failed=False)
@@ -138,6 +139,15 @@ def test_the_last_commit_is_followed_by_no_plan(make_script):
     script.ready()
     script.prepared(0, 1)
     assert script.prepared(1, 1) == to_all(commit(1))
+
+
+def test_the_traffic_of_an_evaluation_is_reported_with_it(make_script):
+    """A run may end with an evaluation, and no step reports it then."""
+    script = make_script(evaluations=1)
+    script.ready()
+    sent = m.Traffic(link="0/0-1", kind=Kind.EVALUATION, values=8, payload_nbytes=16, header_nbytes=4, messages=1)
+    script.say(0, m.Evaluated(epoch=EPOCH, evaluation=1, loss_sums=(), traffic=(sent,)))
+    assert e.TrafficReported("w0", (sent,)) in script.log
 
 
 def test_no_plan_runs_ahead_of_an_evaluation(make_script):
