@@ -149,7 +149,7 @@ def test_both_ends_agree_over_a_thousand_random_steps_aborted_ones_among_them() 
         ends = CoderEnds(data.draw(st.sampled_from(OPTIONS)), columns)
         rows = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
         chance = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-        size = 10.0 ** data.draw(st.integers(-6, 6))
+        size = 10.0 ** data.draw(st.integers(-6, 3))  # fp16, which one first visit goes by, refuses values from 65520 on
         samples = [torch.from_numpy((size * chance.standard_normal((r, columns))).astype(np.float32)) for r in rows]
         for step, plan in enumerate(data.draw(some_steps(len(rows)))):
             for index in {index for part in plan.microbatches for index in part}:
