@@ -220,6 +220,11 @@ def _entries(model: Model) -> dict[str, TensorEntry]:
     entries = {}
     for parameter in model.plan.parameters:
         found = reader.entry(parameter.name)
+        if found.shape != parameter.shape:
+            raise ConfigError(
+                f"the weights do not fit the model's config.json: {parameter.name} is {found.shape}, the model needs "
+                f"{parameter.shape}. Use the folder that the configuration came with"
+            )
         entries[parameter.name] = TensorEntry(
             name=parameter.name,
             dtype=found.dtype,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.preparation import PreparedRun
+from coordinator.summary import FP32_NBYTES, format_nbytes
 from pipecomp.config import resolved_toml
 from pipecomp.errors import ConfigError, TrainingFailed
 
@@ -23,8 +25,17 @@ STEP_LOG = "steps.jsonl"
 
 def check_folder(prepared: PreparedRun) -> None:
     """Find out before hours of training whether the model can be written. Raises ConfigError."""
-    if prepared.config.train.save_model:
-        _open_writer(prepared).discard()
+    if not prepared.config.train.save_model:
+        return
+    _open_writer(prepared).discard()
+    folder = _folder(prepared)
+    needed = FP32_NBYTES * sum(math.prod(p.shape) for p in prepared.model.plan.parameters)
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise ConfigError(
+            f"train.output_dir = {folder}: the trained model needs {format_nbytes(needed)}, the disk has {format_nbytes(free)} "
+            "left; free some, or choose a folder on another disk"
+        )
 
 
 class ModelSaver:
@@ -86,6 +97,9 @@ class ModelSaver:
 def _open_writer(prepared: PreparedRun) -> ModelFolderWriter:
     from pipecomp.models import ModelFolderWriter
 
-    folder = Path(prepared.config.train.output_dir).expanduser().resolve()
     num_files = prepared.config.cluster.num_stages + 1  # one a worker, and one for what nobody trained
-    return ModelFolderWriter(folder, prepared.model.plan, prepared.model.config, num_files=num_files)
+    return ModelFolderWriter(_folder(prepared), prepared.model.plan, prepared.model.config, num_files=num_files)
+
+
+def _folder(prepared: PreparedRun) -> Path:
+    return Path(prepared.config.train.output_dir).expanduser().resolve()

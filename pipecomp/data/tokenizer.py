@@ -58,6 +58,8 @@ def _by_name(name: str, revision: str | None) -> PreTrainedTokenizerBase:
             f"cannot load a tokenizer from {name!r}: {_first_line(e)}; set data.tokenizer to a hub name or to a folder that "
             "holds tokenizer.json"
         ) from e
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what is made where the files are missing
+        raise ConfigError(f"{name!r} holds no tokenizer: set data.tokenizer to a hub name or to a folder that has tokenizer.json")
     return tokenizer
 
 

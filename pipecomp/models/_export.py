@@ -83,6 +83,7 @@ class ModelFolderWriter:
             ValueError: a name or shape that the model does not have, a name that was written before, or a file too many.
             ConfigError: the disk refuses.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if self._num_added >= self._num_files:
@@ -101,8 +102,8 @@ class ModelFolderWriter:
         try:
             save_file(plain, self._draft / file, metadata={"format": "pt"})
             (self._draft / file).chmod(0o666 & ~_umask())  # readable like any other file, not by its owner alone
-        except OSError as e:
-            raise ConfigError(f"cannot write {file} of the model for {self._folder}: {e.strerror or e}") from e
+        except (OSError, SafetensorError) as e:
+            raise ConfigError(f"cannot write {file} of the model for {self._folder}: {getattr(e, 'strerror', None) or e}") from e
         self._weight_map.update(dict.fromkeys(kept, file))
         self._nbytes += sum(t.nbytes for t in plain.values())
 

@@ -29,6 +29,13 @@ def test_a_folder_without_a_tokenizer_is_refused_with_what_to_do(tmp_path: Path)
         load_tokenizer(str(tmp_path))
 
 
+def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    """transformers would make one without words out of the model's configuration."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 1024}')
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: set data.tokenizer|cannot load a tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_folder_with_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text("{")

@@ -120,6 +120,19 @@ def test_nothing_is_named_before_everything_is_there(tmp_path: Path) -> None:
         assert not (tmp_path / "saved").exists()
 
 
+def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    def full(*_: object, **__: object) -> None:
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    model = tiny_model()
+    writer = ModelFolderWriter(tmp_path / "saved", model.plan, model.config, num_files=1)
+    with writer, pytest.raises(ConfigError, match=r"of the model for .*saved: No space left on device"):
+        writer.add(next(tensors(built(model))))
+
+
 def test_a_tensor_from_two_stages_is_refused(tmp_path: Path) -> None:
     model = tiny_model()
     stages = built(model, 2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from coordinator.preparation import prepare_run
+from coordinator.saving import check_folder
 from pipecomp.config import RunConfig, parse_run_config
 from pipecomp.errors import ConfigError
 from pipecomp.protocol import messages as m
@@ -106,6 +109,23 @@ def test_pretrained_weights_are_listed_with_their_hashes(tmp_path):
     assert all(len(entry.content_hash) == 16 for part in tensors for entry in part)
     assert {entry.name for part in tensors for entry in part} == {p.name for p in run.model.plan.parameters}
     assert "transformer.wte.weight" in {entry.name for entry in tensors[1]}, "the head reads the tied weight too"
+
+
+def test_weights_of_another_shape_than_the_configuration_are_refused_at_once(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2)).save_pretrained(tmp_path / "model")
+    AutoConfig.for_model(**{**GPT2, "n_positions": 64}).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"transformer.wpe.weight is \(32, 8\), the model needs \(64, 8\)"):
+        prepare_run(make_config(model={"name": str(tmp_path / "model"), "config": None}), tmp_path)
+
+
+def test_a_disk_without_room_for_the_model_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    run = prepare_run(make_config(train={"output_dir": str(tmp_path / "out")}), tmp_path)
+    with pytest.raises(ConfigError, match=r"output_dir = .*out: the trained model needs 44.3 kB, the disk has 10.0 kB left"):
+        check_folder(run)
+    assert list(tmp_path.glob("*out*")) == []
 
 
 @pytest.mark.parametrize(
