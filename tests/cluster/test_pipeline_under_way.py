@@ -19,9 +19,10 @@ from pipecomp.runtime.channel import OutChannel
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.link import Link
 from pipecomp.runtime.optimizer import ShardOptimizer
+from pipecomp.runtime.rehearsal import make_codec
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample, Microbatches
-from pipecomp.types import Kind
+from pipecomp.types import Kind, TensorSpec
 
 VOCAB, NUM_MICROBATCHES = 61, 6
 MODEL: dict[str, Any] = {
@@ -203,6 +204,21 @@ async def test_evaluation_crosses_by_its_own_codec_on_every_visit(two: LocalPipe
         await two.evaluate(batch())
     sent = [t for hub in two._hubs for t in hub.traffic() if t.kind is Kind.EVALUATION and t.messages]
     assert [(t.values, t.payload_nbytes) for t in sent] == [(values := 2 * 7 * NUM_MICROBATCHES * 16, 2 * values)]
+
+
+async def test_payloads_have_the_bytes_of_their_codecs_size_functions(two: LocalPipeline) -> None:
+    for _ in range(2):
+        await two.step(batch(), learning_rate=1e-3)
+    spec, carried = TensorSpec(7, 16), dict.fromkeys(Kind, 0)
+    for hub in two._hubs:
+        for part in hub.traffic():
+            carried[part.kind] += part.payload_nbytes
+    forward, backward, tied = (make_codec(two.config, kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TIED))
+    visits = [forward.encoded_nbytes(spec, first_visit=first) for first in (True, False)]
+    assert carried[Kind.FORWARD] == NUM_MICROBATCHES * sum(visits)
+    assert carried[Kind.BACKWARD] == NUM_MICROBATCHES * 2 * backward.encoded_nbytes(spec, first_visit=True)
+    assert carried[Kind.TIED] == 2 * 2 * tied.encoded_nbytes(TensorSpec(VOCAB, 16), first_visit=True)
+    assert carried[Kind.CONTROL] == carried[Kind.EVALUATION] == 0
 
 
 async def test_an_aborted_step_is_not_metered(two: LocalPipeline) -> None:
