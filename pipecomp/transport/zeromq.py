@@ -43,14 +43,27 @@ _HANDSHAKE_FAILURES = (
 )
 
 
+_VANISHED = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 15),
+    (zmq.TCP_KEEPALIVE_INTVL, 5),
+    (zmq.TCP_MAXRT, 5000),
+    (zmq.HEARTBEAT_IVL, 30_000),
+    (zmq.HEARTBEAT_TIMEOUT, 300_000),
+)
+"""A host that vanished is found by the control session's heartbeats. A path between two hosts that the coordinator still
+hears is found here: the kernel gives a connection up whose bytes are not acknowledged for five seconds, however large the
+message and slow the link; something between that acknowledges and passes nothing on is found by ZeroMQ's own pings, which
+wait behind whole frames and must be patient."""
+
+
 def _prepare(socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_NBYTES)
     socket.setsockopt(zmq.IPV6, int(":" in endpoint.host))
-    # A host that vanished without a word is found by the control session's heartbeats; this only frees its socket in time.
-    for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 15), (zmq.TCP_KEEPALIVE_INTVL, 5)):
+    for option, value in _VANISHED:
         socket.setsockopt(option, value)
 
 
