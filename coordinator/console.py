@@ -159,6 +159,8 @@ def record_line(record: e.Record) -> str:
             return f"held-out loss {record.loss:.4f} after {record.step} steps ({record.size.samples} samples)"
         case e.ModelStored():
             return f"model saved to {record.folder}"
+        case e.StopNoted():
+            return "stopping after the step under way; Ctrl-C again stops at once and saves nothing"
         case e.PhaseEntered():
             return _PHASES.get(record.phase, "")
         case _:

@@ -143,6 +143,10 @@ class PhaseEntered(NamedTuple):
     phase: str
 
 
+class StopNoted(NamedTuple):
+    """A person wants the run to end after the step under way."""
+
+
 class StepCommitted(NamedTuple):
     """One optimizer step that every stage took."""
 
@@ -187,6 +191,7 @@ Record = (
     | WorkerTurnedAway
     | WorkerLoaded
     | PhaseEntered
+    | StopNoted
     | StepCommitted
     | StepAborted
     | EvaluationEnded

@@ -293,6 +293,13 @@ class CoordinatorState:
         self._enter(Phase.STOPPING)
         self._finish_if_alone()
 
+    def _leave_alone(self, now_at_last: bool) -> None:
+        """Everything is done and saved; do not wait for goodbyes any longer."""
+        if now_at_last:
+            for member in self._roster.present:
+                member.left = True
+            self._finish_if_alone()
+
     def _finish_if_alone(self) -> None:
         if self.phase is Phase.STOPPING and not self._roster.present:
             self._enter(Phase.DONE)
@@ -302,12 +309,17 @@ class CoordinatorState:
         return self._training is not None and self._training.is_complete
 
     def _on_stop(self, urgent: bool, now: float) -> None:
-        if self.phase in (Phase.COLLECTING, Phase.STOPPING) and not urgent:
+        if self.phase is Phase.STOPPING:
+            self._leave_alone(urgent)
+            return
+        if self.phase is Phase.COLLECTING and not urgent:
             return  # it is saving already
         if urgent or self._training is None or self.phase is Phase.LOADING:
             self._interrupt()
             return
         assert self._evaluation is not None
+        if not self._stop_requested:
+            self._log(e.StopNoted())
         self._stop_requested = self._training.stop_after_step = self._evaluation.cut_short = True
         self._go_on(self._training, self._evaluation, now)
 
@@ -387,10 +399,8 @@ class CoordinatorState:
                 f"{len(self._roster)} of {self._roster.num_workers} workers joined within "
                 f"{self._config.cluster.join_timeout_s:g} s ({joined}); start the others, or raise cluster.join_timeout_s"
             )
-        if self.phase is Phase.STOPPING and now >= self._deadline:
-            for member in self._roster.present:
-                member.left = True
-            self._finish_if_alone()
+        if self.phase is Phase.STOPPING:
+            self._leave_alone(now >= self._deadline)
         if self.phase is Phase.STOPPING:
             return
         for member in self._roster.present:

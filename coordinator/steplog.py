@@ -78,6 +78,8 @@ def _line(record: e.Record, ledger: Ledger) -> dict[str, Any]:
             return {"event": "joined", "worker": record.worker, "host": record.host}
         case e.WorkerTurnedAway():
             return {"event": "refused", "worker": record.worker, "reason": record.reason}
+        case e.StopNoted():
+            return {"event": "stop"}
         case e.PhaseEntered():
             return {"event": "phase", "phase": record.phase}
         case e.ModelStored():

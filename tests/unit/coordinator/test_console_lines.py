@@ -48,6 +48,7 @@ def test_only_every_nth_step_and_the_last_are_shown():
         (e.EvaluationEnded(5, 1.25, e.BatchSize(8, 80, 70), 0.1), "held-out loss 1.2500 after 5 steps (8 samples)"),
         (e.ModelStored("out"), "model saved to out"),
         (e.PhaseEntered("training"), ""),
+        (e.StopNoted(), "stopping after the step under way; Ctrl-C again stops at once and saves nothing"),
     ],
 )
 def test_other_records_have_a_line_or_none(record, text):

@@ -242,6 +242,21 @@ def test_a_second_stop_ends_the_run_at_once(make_script):
     assert effects[2].exit_code == 130
 
 
+def test_a_first_stop_is_confirmed_once(make_script):
+    script = make_script(total_steps=9)
+    script.ready()
+    script.do(e.StopRequested(urgent=False))
+    script.do(e.StopRequested(urgent=False))
+    assert script.log.count(e.StopNoted()) == 1
+
+
+def test_a_second_stop_after_everything_is_saved_waits_for_no_goodbye(make_script):
+    script = make_script(total_steps=1, train={"save_model": False})
+    script.ready()
+    script.take_step(1)
+    assert script.do(e.StopRequested(urgent=True)) == [e.Finish(0, "", stopped_early=False)]
+
+
 def test_a_stop_before_any_step_saves_nothing(make_script):
     script = make_script()
     script.joined()
