@@ -110,6 +110,14 @@ class NamespaceHosts:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def cut(self, one: int, other: int) -> None:
+        """Let nothing pass between two hosts any more, without a word to either: open connections see no reset."""
+        self._route("add", one, other)
+
+    def mend(self, one: int, other: int) -> None:
+        """Undo a `cut`."""
+        self._route("del", one, other)
+
     def nbytes_sent(self, host: int) -> int:
         """Bytes the host's interface has sent, link headers included."""
         return int(self._in(self._names[host], "cat", "/sys/class/net/eth0/statistics/tx_bytes"))
@@ -131,6 +139,10 @@ class NamespaceHosts:
             if self._rate is not None:
                 self._shape(name, "eth0", self._rate)
                 self._shape(self._switch, port, self._rate)
+
+    def _route(self, verb: str, one: int, other: int) -> None:
+        for here, there in ((one, other), (other, one)):
+            self._ip("-n", self._names[here], "route", verb, "blackhole", f"{self.address(there)}/32")
 
     def _shape(self, namespace: str, device: str, rate: int) -> None:
         burst = max(_MIN_BURST, rate // 8 // 500)  # 2 ms of the rate, and never under ten full frames
