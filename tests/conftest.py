@@ -59,7 +59,11 @@ def _children() -> dict[int, str]:
     """Command lines of this process's children, but for those that multiprocessing keeps for as long as Python runs."""
     found = {}
     for path in Path("/proc/self/task").glob("*/children"):
-        for pid in path.read_text().split():
+        try:
+            pids = path.read_text().split()
+        except OSError:  # the thread ended between being listed and being asked
+            continue
+        for pid in pids:
             command = _command(int(pid))
             if command and "resource_tracker" not in command and "forkserver" not in command:
                 found[int(pid)] = command
