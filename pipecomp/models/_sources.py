@@ -21,6 +21,7 @@ from pipecomp.models._checkpoint import INDEX_FILE, PICKLED_FILES, SINGLE_FILE, 
 from pipecomp.models._family import ModelFamily, TransformersConfig
 from pipecomp.models._transformers import TransformersModel
 
+CONFIG_FILE = "config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,7 +46,7 @@ def open_model(source: ModelConfig) -> TransformersModel:
         _refuse_unknown_keys(source.config)
         return model_from_config(source.config, freeze=source.freeze, dropout=source.dropout)
     locate = _locator(source.name, source.revision)
-    path = locate("config.json")
+    path = locate(CONFIG_FILE)
     if path is None:
         raise ConfigError(f"model.name = {source.name!r} has no config.json: name a Hugging Face model folder or hub name")
     try:
@@ -154,7 +155,8 @@ def _from_hub(name: str, revision: str | None, file: str) -> Path | None:
     from transformers.utils import cached_file
 
     try:
-        path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+        # Every model has a config.json; asking for it as one that must be there tells an unreachable hub from a missing file.
+        path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=file == CONFIG_FILE)
     except (OSError, ValueError) as e:
         raise ConfigError(
             f"model.name = {name!r}: cannot get {file}: {e}\nIt is neither a folder here nor reachable on the hub. Check the "

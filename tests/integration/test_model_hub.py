@@ -163,3 +163,9 @@ def test_what_the_hub_cannot_give_is_refused_by_name(hub: Hub, name: str, said: 
     error = open_elsewhere(name, "", tmp_path, HF_ENDPOINT=hub.endpoint)["error"]
     assert f"model.name = '{name}'" in error
     assert said in error
+
+
+def test_a_hub_that_cannot_be_reached_is_not_taken_for_a_model_without_files(tmp_path: Path) -> None:
+    error = open_elsewhere("someone/tiny", "", tmp_path, HF_HUB_OFFLINE="1")["error"]
+    assert "model.name = 'someone/tiny': cannot get config.json" in error
+    assert "HF_HUB_OFFLINE must be unset" in error
