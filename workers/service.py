@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -69,8 +70,12 @@ class WorkerService:
         control: Transport,
         work: AssignedWork,
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        """`say` is told, in words, how far the worker is."""
         self.options = options
+        self._say = say or (lambda _: None)
+        self._dialling: asyncio.Task[Connection] | None = None
         self.state = WorkerState(options.name)
         self._control = control
         self._work = work
@@ -85,7 +90,12 @@ class WorkerService:
     async def run(self) -> e.Finish:
         """Join, work, leave; how it ended."""
         try:
-            self._connection = await self._dial()
+            self._say(f"{self.options.name}: joining the coordinator at {self.options.coordinator}")
+            self._dialling = asyncio.create_task(self._dial())
+            await asyncio.wait([self._dialling])
+            if self._dialling.cancelled() and self._finish is not None:
+                return self._finish
+            self._connection = self._dialling.result()
             self._session = Session(interval_s=1.0, timeout_s=30.0, now=self._clock())
             data_address = await self._work.listen()
             await self._send(self._join(data_address))
@@ -99,6 +109,9 @@ class WorkerService:
 
     def leave(self, reason: str) -> None:
         """Called by a signal."""
+        if self._connection is None and self._dialling is not None and self._dialling.cancel():
+            self._finish = e.Finish(exit_code=130, reason=reason)
+            return
         self._events.put_nowait(e.LeaveRequested(reason=reason))
 
     # ------------------------------------------------------------ events
@@ -117,7 +130,7 @@ class WorkerService:
         self._session = Session(
             interval_s=welcome.heartbeat_interval_s, timeout_s=welcome.heartbeat_timeout_s, now=self._clock()
         )
-        logger.info("%s joined run %s", welcome.worker, welcome.run)
+        self._say(f"{welcome.worker}: joined; waiting for the other workers")
 
     async def _perform(self, effect: e.Effect) -> None:
         work = self._work
@@ -126,6 +139,10 @@ class WorkerService:
                 await self._send(message)
             case e.Load(assignment=assignment):
                 assert self.state.welcome is not None
+                held = ", ".join(
+                    f"{s.first_layer}-{s.end_layer - 1}" for s in assignment.stages if s.rank == assignment.rank
+                )
+                self._say(f"{self.options.name}: loading layers {held}")
                 self._start(work.load(assignment, self._weights_address(self.state.welcome)), "load")
                 self._watch()
             case e.RunStep(plan=plan, buffers=buffers):
@@ -137,9 +154,12 @@ class WorkerService:
             case e.RunEvaluation(plan=plan, buffers=buffers):
                 self._start(work.evaluate(plan, buffers), f"evaluation {plan.evaluation}")
             case e.UploadWeights():
+                self._say(f"{self.options.name}: sending the trained layers back")
                 self._start(work.upload(), "send weights")
             case e.Finish():
                 self._finish = effect
+                if effect.exit_code == 0:
+                    self._say(f"{self.options.name}: done, {effect.reason}")
 
     async def _abort(self, step: int) -> e.Event:
         if self._step_task is not None:
@@ -308,6 +328,12 @@ def run_worker(options: WorkerOptions) -> int:
     return finish.exit_code
 
 
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # whoever read it has left
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
 async def _run(options: WorkerOptions) -> e.Finish:
     from pipecomp.transport.zeromq import ZeromqTransport
 
@@ -324,7 +350,8 @@ async def _run(options: WorkerOptions) -> e.Finish:
         model_folder=options.model_folder,
         num_threads=options.num_threads,
     )
-    service = WorkerService(options, control=ZeromqTransport(), work=work)
+    say = None if options.is_launched else _print
+    service = WorkerService(options, control=ZeromqTransport(), work=work, say=say)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.leave, f"{options.name} was stopped by {number.name}")

@@ -17,7 +17,7 @@ import torch
 
 from pipecomp.buffers.memory import MemoryBuffer
 from pipecomp.config import RunConfig
-from pipecomp.errors import CodecError
+from pipecomp.errors import CodecError, PeerLost, TransportError
 from pipecomp.models.base import Model, StageModule, TiedWeight
 from pipecomp.protocol.messages import Assignment, StageAddress, stage_link, tied_link
 from pipecomp.runtime.channel import CodecThreads, Destination, Inbox, OutChannel
@@ -68,26 +68,32 @@ def needed_tensors(model: Model, assignment: Assignment) -> tuple[str, ...]:
 async def connect(hub: LinkHub, assignment: Assignment, *, timeout_s: float) -> dict[str, Link]:
     """Every data link of this worker, dialled and accepted side by side. Who dials gives up first and so says what address
     it could not reach; who waits to be dialled can only say that nobody came."""
-    wanted: dict[str, Address | None] = {}
+    wanted: dict[str, StageAddress | None] = {}
     for here, there in itertools.pairwise(assignment.stages):
         name = stage_link(assignment.replica, here.stage)
         if here.rank == assignment.rank:
-            wanted[name] = Address(there.data_address)
+            wanted[name] = there
         elif there.rank == assignment.rank:
             wanted[name] = None
     if assignment.tied == "exchange":
         first, last = assignment.stages[0], assignment.stages[-1]
         if first.rank == assignment.rank:
-            wanted[tied_link(assignment.replica)] = Address(last.data_address)
+            wanted[tied_link(assignment.replica)] = last
         elif last.rank == assignment.rank:
             wanted[tied_link(assignment.replica)] = None
 
-    async def open_one(name: str, address: Address | None) -> Link:
-        if address is None:
+    async def open_one(name: str, there: StageAddress | None) -> Link:
+        if there is None:
             return await hub.accept(name, timeout_s=2 * timeout_s)
-        return await hub.dial(address, name, timeout_s=timeout_s)
+        try:
+            return await hub.dial(Address(there.data_address), name, timeout_s=timeout_s)
+        except TransportError as e:
+            raise PeerLost(
+                f"cannot dial {there.worker} at {there.data_address.rpartition('/')[2]} ({e}). Start {there.worker} with "
+                "--advertise HOST[:PORT], an address of it that the other machines can reach, and let its port through firewalls"
+            ) from e
 
-    links = await asyncio.gather(*(open_one(name, address) for name, address in wanted.items()))
+    links = await asyncio.gather(*(open_one(name, there) for name, there in wanted.items()))
     return dict(zip(wanted, links, strict=True))
 
 

@@ -1,0 +1,61 @@
+"""A worker before it has a coordinator, and one that cannot reach its neighbour."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipecomp.errors import PeerLost
+from pipecomp.protocol.messages import StageAddress
+from pipecomp.runtime.assembly import connect
+from pipecomp.transport.base import Address
+from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
+from workers.job import AssignedWork
+from workers.service import WorkerOptions, WorkerService
+
+
+async def test_a_worker_that_waits_for_its_coordinator_leaves_at_once_when_told_to() -> None:
+    network = MemoryNetwork()
+    work = AssignedWork(name="w", data_address=Address("memory://w"), transport=MemoryTransport(network))
+    said: list[str] = []
+    joining = asyncio.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        joining.set()
+
+    service = WorkerService(
+        WorkerOptions(coordinator="memory://nobody", name="w"), control=MemoryTransport(network), work=work, say=say
+    )
+    running = asyncio.create_task(service.run())
+    await joining.wait()
+    await asyncio.sleep(0)  # it dials
+    service.leave("w was stopped by SIGINT")
+    async with asyncio.timeout(10):
+        finish = await running
+    assert (finish.exit_code, finish.reason) == (130, "w was stopped by SIGINT")
+    assert said == ["w: joining the coordinator at memory://nobody"]
+
+
+async def test_a_neighbour_that_cannot_be_dialled_is_named_with_what_to_change() -> None:
+    def stage(rank: int) -> StageAddress:
+        return StageAddress(
+            stage=rank,
+            rank=rank,
+            first_layer=rank,
+            end_layer=rank + 1,
+            worker=f"w{rank}",
+            data_address="tcp://127.0.0.1:35859",
+            needs_input_gradient=True,
+        )
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise PeerLost("connection refused")
+
+    assignment: Any = SimpleNamespace(replica=0, rank=0, tied="none", stages=(stage(0), stage(1)))
+    hub: Any = SimpleNamespace(dial=refuse)
+    with pytest.raises(PeerLost, match=r"cannot dial w1 at 127.0.0.1:35859 \(connection refused\). Start w1 with --advertise"):
+        await connect(hub, assignment, timeout_s=1.0)
