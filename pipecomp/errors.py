@@ -13,7 +13,6 @@ PipecompError
 │   ├── NonFiniteValues       NaN or infinity among the values to encode; says where
 │   ├── CorruptPayload        bytes that no encoder writes
 │   └── MessageMismatch       the two ends remember different messages for a sample
-├── WorkerRefused             the coordinator did not let this worker in; says why
 ├── WorkerFailed              a worker stopped the run; names it, its stage, what it was doing and why
 ├── CoordinatorLost           a worker no longer hears the coordinator
 └── TrainingFailed            the run itself cannot go on (loss not finite step after step, ...)
@@ -72,10 +71,6 @@ class CorruptPayload(CodecError):
 
 class MessageMismatch(CodecError):
     """The two ends of a link remember different messages for one sample."""
-
-
-class WorkerRefused(PipecompError):
-    """The coordinator refused this worker."""
 
 
 class WorkerFailed(PipecompError):

@@ -59,12 +59,6 @@ def build_modules(
     return modules
 
 
-def needed_tensors(model: Model, assignment: Assignment) -> tuple[str, ...]:
-    """Checkpoint names of this worker's shards, each once."""
-    names = [n for s in own_stages(assignment) for n in model.checkpoint_names(Shard(s.first_layer, s.end_layer))]
-    return tuple(dict.fromkeys(names))
-
-
 async def connect(hub: LinkHub, assignment: Assignment, *, timeout_s: float) -> dict[str, Link]:
     """Every data link of this worker, dialled and accepted side by side. Who dials gives up first and so says what address
     it could not reach; who waits to be dialled can only say that nobody came."""
