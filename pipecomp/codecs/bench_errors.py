@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipecomp.codecs import _results
+from pipecomp import results
 from pipecomp.native import ops
 from pipecomp.native.ops import Layout
 
@@ -24,16 +24,16 @@ ROUNDINGS: tuple[ops.Rounding, ...] = ("nearest", "stochastic")
 _HEADER = "data      bits  rounding    " + "".join(f"{f'g{g}' if g != COLUMNS else 'row':>8}" for g in GROUPS)
 
 
-def run(*, json: bool = False, path: Path = RESULTS) -> _results.Row:
+def run(*, json: bool = False, path: Path = RESULTS) -> results.Row:
     """Measure, print a table, and with `json` write the result to `path`; return the result."""
     rows = [
         _measure(name, values, bits, group, rounding)
         for (name, values), bits, rounding, group in product(_data().items(), range(1, 9), ROUNDINGS, GROUPS)
     ]
-    outcome = _results.result("python -m pipecomp.codecs.bench_errors", rows, [])
+    outcome = results.result("python -m pipecomp.codecs.bench_errors", rows, [])
     sys.stdout.write("\n".join([_HEADER, *_table(rows)]) + "\n")
     if json:
-        _results.write(path, outcome)
+        results.write(path, outcome)
     return outcome
 
 
@@ -46,7 +46,7 @@ def _data() -> Mapping[str, npt.NDArray[np.float32]]:
     return {name: values.astype(np.float32).reshape(-1) for name, values in kinds.items()}
 
 
-def _measure(name: str, values: npt.NDArray[np.float32], bits: int, group: int, rounding: ops.Rounding) -> _results.Row:
+def _measure(name: str, values: npt.NDArray[np.float32], bits: int, group: int, rounding: ops.Rounding) -> results.Row:
     layout = Layout(bits, group, "bf16", rounding)
     payload, seen = np.zeros(ops.payload_nbytes(values.size, layout), np.uint8), np.zeros_like(values)
     ops.encode(values, layout, out=payload, message_out=seen, seed=1)
@@ -62,7 +62,7 @@ def _measure(name: str, values: npt.NDArray[np.float32], bits: int, group: int, 
     }
 
 
-def _table(rows: list[_results.Row]) -> list[str]:
+def _table(rows: list[results.Row]) -> list[str]:
     lines = []
     for start in range(0, len(rows), len(GROUPS)):
         first = rows[start]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipecomp.codecs import _results
+from pipecomp import results
 from pipecomp.errors import CodecError
 from pipecomp.native import ops
 from pipecomp.native.ops import Layout
@@ -69,10 +69,10 @@ def run(
     finally:
         torch.set_num_threads(threads)
     bars = [_judge(row, bar) for row in rows for bar in BARS if _is_judged(row, bar)]
-    result = _results.result("pipecomp bench kernels --json", rows, bars)
+    result = results.result("pipecomp bench kernels --json", rows, bars)
     _print(result)
     if json:
-        _results.write(path, result)
+        results.write(path, result)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib.metadata
 import json
 import os
 import platform
@@ -10,9 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 Row = dict[str, Any]
 
@@ -48,8 +46,8 @@ def machine() -> Row:
         "cores": os.cpu_count(),
         "memory_nbytes": memory,
         "cpu": cpu,
-        "numpy": np.__version__,
-        "torch": torch.__version__,
+        "numpy": importlib.metadata.version("numpy"),
+        "torch": importlib.metadata.version("torch"),
     }
 
 

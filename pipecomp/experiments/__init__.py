@@ -1,0 +1,1 @@
+"""Experiments that train: what compression costs in quality, and how its error falls with time."""
