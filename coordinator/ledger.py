@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from coordinator import events as e
-from pipecomp.protocol.messages import LinkMeter, Traffic
+from pipecomp.protocol.messages import LinkMeter, StoreMeter, Traffic
 from pipecomp.types import Kind
 
 RECENT_STEPS = 20
@@ -34,6 +34,7 @@ class LinkError(NamedTuple):
     squared_delta_values: float = 0.0
     squared_values: float = 0.0
     first_visits: int = 0
+    fallbacks: int = 0
     samples: int = 0
 
     @property
@@ -62,6 +63,10 @@ class Ledger:
         self.peak_memory_nbytes: dict[str, int] = {}
         self.message_nbytes: dict[str, int] = {}
         self.links: dict[tuple[str, Kind], LinkError] = {}
+        self.step_links: dict[tuple[str, Kind], LinkError] = {}
+        """Of the last committed step alone."""
+        self.stores: dict[tuple[str, str], StoreMeter] = {}
+        """By link and end, since the start."""
         self.model_folder = ""
         self.step_nbytes = 0
         """Bytes that workers sent between the last two committed steps."""
@@ -120,28 +125,33 @@ class Ledger:
             self.losses.append(record.loss)
         self.step_times_s.append(record.step_time_s)
         self._recent.append((record.step_time_s, record.size.tokens))
+        self.step_links = {}
         for worker, report in record.reports.items():
             self._traffic[worker] = report.traffic
             self.peak_memory_nbytes[worker] = max(self.peak_memory_nbytes.get(worker, 0), report.peak_memory_nbytes)
             self.message_nbytes[worker] = report.message_nbytes
+            self.stores.update({(meter.link, meter.end): meter for meter in report.stores})
             for meter in report.meters:
-                self._take_meter(meter)
+                _add(self.links, meter)
+                _add(self.step_links, meter)
         sent = self._sent_nbytes()
         self.step_nbytes, self._nbytes_before = sent - self._nbytes_before, sent
 
-    def _take_meter(self, meter: LinkMeter) -> None:
-        old = self.links.get((meter.link, meter.kind), LinkError())
-        self.links[meter.link, meter.kind] = LinkError(
-            old.squared_error + meter.squared_error,
-            old.squared_delta + meter.squared_delta,
-            old.squared_delta_values + meter.squared_delta_values,
-            old.squared_values + meter.squared_values,
-            old.first_visits + meter.first_visits,
-            old.samples + meter.samples,
-        )
-
     def _sent_nbytes(self) -> int:
         return sum(t.payload_nbytes + t.header_nbytes for parts in self._traffic.values() for t in parts)
+
+
+def _add(links: dict[tuple[str, Kind], LinkError], meter: LinkMeter) -> None:
+    old = links.get((meter.link, meter.kind), LinkError())
+    links[meter.link, meter.kind] = LinkError(
+        old.squared_error + meter.squared_error,
+        old.squared_delta + meter.squared_delta,
+        old.squared_delta_values + meter.squared_delta_values,
+        old.squared_values + meter.squared_values,
+        old.first_visits + meter.first_visits,
+        old.fallbacks + meter.fallbacks,
+        old.samples + meter.samples,
+    )
 
 
 def _is_counted_here(part: Traffic) -> bool:

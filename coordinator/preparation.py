@@ -24,6 +24,7 @@ from pipecomp.models.base import Model
 from pipecomp.partition import StagePlan, plan_stages
 from pipecomp.protocol.messages import Assignment, Join, StageAddress, TensorEntry
 from pipecomp.runtime.rehearsal import CODED_KINDS, make_codec, make_schedule
+from pipecomp.runtime.stores import StoreHome, message_budget
 from pipecomp.types import Kind, TensorSpec
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ class PreparedRun(NamedTuple):
                 worker=joins[rank].worker,
                 data_address=joins[rank].data_address,
                 needs_input_gradient=first_trainable < shard.first_layer,
+                message_nbytes=message_budget(
+                    self.config.messages,
+                    StoreHome(None, joins[rank].message_memory_nbytes, joins[rank].message_disk_nbytes),
+                ).nbytes,
             )
             for stage, (shard, rank) in enumerate(zip(self.stage_plan.shards, self.stage_plan.ranks, strict=True))
         )

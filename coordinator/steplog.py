@@ -11,6 +11,7 @@ from typing import IO, Any, Self
 
 from coordinator import events as e
 from coordinator.ledger import Ledger
+from coordinator.summary import links_of, stores_of
 from pipecomp.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def _line(record: e.Record, ledger: Ledger) -> dict[str, Any]:
                 "step_time_s": record.step_time_s,
                 "sent_bytes": ledger.step_nbytes,
                 "message_bytes": sum(ledger.message_nbytes.values()),
+                "links": links_of(ledger.step_links),
+                "stores": stores_of(ledger.stores),
             }
         case e.StepAborted():
             return {"event": "aborted", "step": record.step, "reason": record.reason}

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from coordinator.ledger import KindTraffic, Ledger
-from pipecomp.protocol.messages import Traffic
+from coordinator.ledger import KindTraffic, Ledger, LinkError
+from pipecomp.protocol.messages import StoreMeter, Traffic
 from pipecomp.types import Kind
 
 FP32_NBYTES = 4
@@ -35,7 +35,8 @@ def make_summary(
         "tokens_per_s": ledger.num_tokens / sum(times) if times and sum(times) > 0 else None,
         "wall_time_s": wall_time_s,
         "traffic": {kind.value: _traffic_row(row) for kind, row in traffic.items()},
-        "links": _links(ledger),
+        "links": links_of(ledger.links),
+        "stores": stores_of(ledger.stores),
         "workers": _workers(ledger),
         "aborted_steps": [{"step": one.step, "reason": one.reason} for one in ledger.aborted],
         "stopped_early": stopped_early,
@@ -55,16 +56,35 @@ def _traffic_row(row: KindTraffic) -> dict[str, Any]:
     }
 
 
-def _links(ledger: Ledger) -> dict[str, dict[str, Any]]:
+def links_of(errors: Mapping[tuple[str, Kind], LinkError]) -> dict[str, dict[str, Any]]:
+    """Errors and visits by link and kind."""
     links: dict[str, dict[str, Any]] = {}
-    for (link, kind), error in sorted(ledger.links.items()):
+    for (link, kind), error in sorted(errors.items()):
         links.setdefault(link, {})[kind.value] = {
             "relative_error": error.relative_error,
             "delta_ratio": error.delta_ratio,
             "first_visits": error.first_visits,
+            "fallbacks": error.fallbacks,
             "samples": error.samples,
         }
     return links
+
+
+def stores_of(meters: Mapping[tuple[str, str], StoreMeter]) -> dict[str, dict[str, Any]]:
+    """What each end's store did since the start, and holds now."""
+    stores: dict[str, dict[str, Any]] = {}
+    for (link, end), meter in sorted(meters.items()):
+        stores.setdefault(link, {})[end] = {
+            "hits": meter.hits,
+            "misses": meter.misses,
+            "lost": meter.lost,
+            "healed": meter.healed,
+            "disk_reads": meter.disk_reads,
+            "wait_s": meter.wait_s,
+            "memory_bytes": meter.memory_nbytes,
+            "disk_bytes": meter.disk_nbytes,
+        }
+    return stores
 
 
 def _workers(ledger: Ledger) -> dict[str, dict[str, Any]]:
@@ -85,7 +105,15 @@ def _workers(ledger: Ledger) -> dict[str, dict[str, Any]]:
 def format_summary(summary: Mapping[str, Any]) -> str:
     """The final table: results, then traffic by kind, then each link's errors, then memory."""
     return "\n\n".join(
-        part for part in (_results(summary), _traffic_table(summary), _links_table(summary), _workers_table(summary)) if part
+        part
+        for part in (
+            _results(summary),
+            _traffic_table(summary),
+            _links_table(summary),
+            _stores_table(summary),
+            _workers_table(summary),
+        )
+        if part
     )
 
 
@@ -129,7 +157,7 @@ def _traffic_table(summary: Mapping[str, Any]) -> str:
 
 
 def _links_table(summary: Mapping[str, Any]) -> str:
-    rows = [["link", "kind", "relative error", "|a-m|/|a|", "first visits"]]
+    rows = [["link", "kind", "relative error", "|a-m|/|a|", "first visits", "sent afresh"]]
     for link, kinds in summary["links"].items():
         for kind, row in kinds.items():
             rows.append(
@@ -138,10 +166,36 @@ def _links_table(summary: Mapping[str, Any]) -> str:
                     kind,
                     _number(row["relative_error"], ".2e"),
                     _number(row["delta_ratio"], ".4f"),
-                    "-" if row["delta_ratio"] is None and kind != "forward" else f"{row['first_visits']} of {row['samples']}",
+                    *_visits(row, has_messages=row["delta_ratio"] is not None or kind == "forward"),
                 ]
             )
-    return format_grid(rows, align="<<>>>") if len(rows) > 1 else ""
+    return format_grid(rows, align="<<>>>>") if len(rows) > 1 else ""
+
+
+def _visits(row: Mapping[str, Any], *, has_messages: bool) -> tuple[str, str]:
+    if not has_messages:
+        return "-", "-"
+    return f"{row['first_visits']} of {row['samples']}", str(row["fallbacks"])
+
+
+def _stores_table(summary: Mapping[str, Any]) -> str:
+    rows = [["messages of", "end", "found", "missed", "lost", "healed", "waited", "memory", "disk"]]
+    for link, ends in summary["stores"].items():
+        for end, row in ends.items():
+            rows.append(
+                [
+                    link,
+                    end,
+                    str(row["hits"]),
+                    str(row["misses"]),
+                    str(row["lost"]),
+                    str(row["healed"]),
+                    _number(row["wait_s"], ".2f", " s"),
+                    format_nbytes(row["memory_bytes"]),
+                    format_nbytes(row["disk_bytes"]),
+                ]
+            )
+    return format_grid(rows, align="<<>>>>>>>") if len(rows) > 1 else ""
 
 
 def _workers_table(summary: Mapping[str, Any]) -> str:

@@ -32,6 +32,9 @@ Overrides = Annotated[
 ]
 Summary = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as one JSON object.")]
 Log = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step log here, one JSON object a line.")]
+StoreFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Keep messages on disk here, and find them again. Default: a temporary one.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 
 
@@ -46,7 +49,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def launch(
-    run: RunFile, overrides: Overrides = None, summary: Summary = None, log: Log = None, quiet: Quiet = False
+    run: RunFile,
+    overrides: Overrides = None,
+    summary: Summary = None,
+    log: Log = None,
+    store_folder: StoreFolder = None,
+    quiet: Quiet = False,
 ) -> None:
     """Train on this machine: a coordinator and all workers as local processes."""
     from pipecomp.config import load_run_config
@@ -54,7 +62,7 @@ def launch(
     config = load_run_config(run, overrides or ())
     from pipecomp.launching import launch_run
 
-    _leave(launch_run(config, summary=_text(summary), log=_text(log), quiet=quiet))
+    _leave(launch_run(config, summary=_text(summary), log=_text(log), store_folder=_text(store_folder), quiet=quiet))
 
 
 @app.command()
@@ -103,10 +111,18 @@ def worker(
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", min=0, help="Torch threads; 0: an even share of this host's cores.")] = 0,
     device: Annotated[str, typer.Option(metavar="cpu|auto", help="Where to compute.")] = "cpu",
+    store_folder: StoreFolder = None,
+    message_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for messages, such as 4GB. Default: the run file's.")
+    ] = None,
+    message_disk: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Disk for messages, such as 64GB. Default: the run file's.")
+    ] = None,
 ) -> None:
     """Hold some of a model's layers and train them."""
     if device not in ("cpu", "auto"):
         raise typer.BadParameter(f"{device!r} is not supported; allowed: cpu, auto", param_hint="--device")
+    from pipecomp.config import parse_size
     from workers.service import WorkerOptions, default_name, run_worker
 
     options = WorkerOptions(
@@ -118,6 +134,9 @@ def worker(
         config_hash=config_hash or "",
         num_threads=threads,
         device=device,
+        store_folder=_text(store_folder),
+        message_memory_nbytes=None if message_memory is None else parse_size(message_memory, "--message-memory"),
+        message_disk_nbytes=None if message_disk is None else parse_size(message_disk, "--message-disk"),
     )
     _leave(run_worker(options))
 

@@ -106,6 +106,21 @@ class CompressionConfig(_Section, frozen=True, kw_only=True):
     tied: CodecOptions = msgspec.field(default_factory=lambda: {"codec": "identity"})
 
 
+class MessagesConfig(_Section, frozen=True, kw_only=True):
+    """Where each sample's message of AC-SGD is kept, at both ends of every link."""
+
+    store: Literal["memory", "disk", "tiered"] = "memory"
+    """`tiered`: in memory while its budget lasts, on disk beyond it."""
+    dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    """How a message is kept between two visits; both ends round alike."""
+    memory_budget: str = "4GB"
+    """Of each worker, for all its links, such as `500MB` or `16GB`; used by `memory` and `tiered`."""
+    disk_budget: str = "64GB"
+    """The same on disk; used by `disk` and `tiered`."""
+    direct_io: bool = False
+    """Read from the disk itself, past the operating system's cache."""
+
+
 class ClusterConfig(_Section, frozen=True, kw_only=True):
     """How many machines, what each holds, and how long silence is patience."""
 
@@ -137,10 +152,12 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     data: DataConfig
     train: TrainConfig = TrainConfig()
     compression: CompressionConfig = CompressionConfig()
+    messages: MessagesConfig = MessagesConfig()
     cluster: ClusterConfig = ClusterConfig()
 
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b", re.IGNORECASE)
 _PATHS = (("model", "name"), ("data", "train"), ("data", "eval"), ("data", "tokenizer"))
 
 
@@ -150,6 +167,14 @@ def parse_rate(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise ConfigError(f"cluster.link_rate = {text!r}: write a rate above zero such as '500kbit', '20mbit' or '1gbit'")
     return float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2].lower()] / 8
+
+
+def parse_size(text: str, key: str) -> int:
+    """Bytes of a size such as `4GB` (decimal units). Raises ConfigError naming `key`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{key} = {text!r}: write a size such as '500MB', '16GB' or '1.5TB'")
+    return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match[2].lower()])
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -293,6 +318,8 @@ def _check(config: RunConfig, source: str) -> None:
         refuse(f"cluster.layers has {len(layers)} numbers for cluster.num_stages = {config.cluster.num_stages} workers")
     if config.cluster.heartbeat_timeout_s < 2 * config.cluster.heartbeat_interval_s:
         refuse("cluster.heartbeat_timeout_s must be at least twice cluster.heartbeat_interval_s")
+    for key in ("memory_budget", "disk_budget"):
+        parse_size(getattr(config.messages, key), f"messages.{key}")
     if config.cluster.link_rate is not None:
         parse_rate(config.cluster.link_rate)
     for direction in ("forward", "backward", "evaluation", "tied"):

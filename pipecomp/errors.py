@@ -13,6 +13,7 @@ PipecompError
 │   ├── NonFiniteValues       NaN or infinity among the values to encode; says where
 │   ├── CorruptPayload        bytes that no encoder writes
 │   └── MessageMismatch       the two ends remember different messages for a sample
+├── StoreError                a store of messages that cannot be opened, or a disk that cannot take more; says what to do
 ├── WorkerFailed              a worker stopped the run; names it, its stage, what it was doing and why
 ├── CoordinatorLost           a worker no longer hears the coordinator
 └── TrainingFailed            the run itself cannot go on (loss not finite step after step, ...)
@@ -71,6 +72,10 @@ class CorruptPayload(CodecError):
 
 class MessageMismatch(CodecError):
     """The two ends of a link remember different messages for one sample."""
+
+
+class StoreError(PipecompError):
+    """A store of messages cannot be used."""
 
 
 class WorkerFailed(PipecompError):

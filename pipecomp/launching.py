@@ -66,10 +66,12 @@ class _Child(NamedTuple):
     process_id: int
 
 
-def launch_run(config: RunConfig, *, summary: str | None, log: str | None, quiet: bool) -> int:
+def launch_run(
+    config: RunConfig, *, summary: str | None, log: str | None, quiet: bool, store_folder: str | None = None
+) -> int:
     """Run everything to its end and return the exit code."""
     preload(config)
-    return Launch(config, summary=summary, log=log, quiet=quiet).run()
+    return Launch(config, summary=summary, log=log, quiet=quiet, store_folder=store_folder).run()
 
 
 def preload(config: RunConfig) -> None:
@@ -89,7 +91,10 @@ def preload(config: RunConfig) -> None:
 class Launch:
     """One coordinator and its workers."""
 
-    def __init__(self, config: RunConfig, *, summary: str | None, log: str | None, quiet: bool) -> None:
+    def __init__(
+        self, config: RunConfig, *, summary: str | None, log: str | None, quiet: bool, store_folder: str | None = None
+    ) -> None:
+        self._store_folder = store_folder
         self._config = config
         self._summary = summary
         self._log = log
@@ -143,7 +148,14 @@ class Launch:
         os.close(self._deaths[1])
         threads = max(1, _num_cores() // self._num_workers)
         return run_worker(
-            WorkerOptions(coordinator=coordinator, name=name, bind="127.0.0.1:0", num_threads=threads, is_launched=True)
+            WorkerOptions(
+                coordinator=coordinator,
+                name=name,
+                bind="127.0.0.1:0",
+                num_threads=threads,
+                store_folder=self._store_folder,
+                is_launched=True,
+            )
         )
 
     def _fork(self, name: str, body: Callable[[], int]) -> int:

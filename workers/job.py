@@ -20,6 +20,7 @@ from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.memory import peak_memory_nbytes
 from pipecomp.runtime.pipeline import Activity, Pipeline
 from pipecomp.runtime.pipeline import StepRefused as PipelineRefused
+from pipecomp.runtime.stores import StoreHome
 from pipecomp.transport.base import Address, Transport
 from workers import events as e
 
@@ -58,6 +59,7 @@ class AssignedWork:
         num_threads: int = 0,
         transport: Transport | None = None,
         compute: ComputeThread | None = None,
+        home: StoreHome = StoreHome(),  # noqa: B008 - a frozen value
     ) -> None:
         """`transport` and `compute` are for clusters inside one process; the default is ZeroMQ and a thread of its own."""
         self.activity = Activity()
@@ -67,6 +69,7 @@ class AssignedWork:
         self._model_folder = model_folder
         self._num_threads = num_threads
         self._compute = compute
+        self._home = home
         self._owns_compute = compute is None
         self._transport = transport
         self._hub: Any = None
@@ -151,7 +154,12 @@ class AssignedWork:
         self._note("connecting to neighbours")
         self._links = await connect(self._hub, assignment, timeout_s=_CONNECT_S)
         maker = PipelineMaker(
-            assignment, config, model, self._modules, self._links, Engine(self._compute, self._codec_threads)
+            assignment,
+            config,
+            model,
+            self._modules,
+            self._links,
+            Engine(self._compute, self._codec_threads, self._home),
         )
         self._pipeline = maker.make()
         self._pipeline.activity = self.activity
@@ -203,6 +211,7 @@ class AssignedWork:
             message_nbytes=pipeline.message_nbytes,
             traffic=self._traffic(),
             meters=pipeline.take_meters(),
+            stores=pipeline.store_meters(),
         )
         return e.StepCommitted(step=commit.step, report=report)
 
@@ -245,6 +254,9 @@ class AssignedWork:
         if self._hub is not None:
             await self._hub.close()
         if self._codec_threads is not None:
+            await self._codec_threads.idle()
+            if self._pipeline is not None:
+                await self._codec_threads.run(self._pipeline.close)
             self._codec_threads.close()
         if self._compute is not None and self._owns_compute:
             self._compute.close()

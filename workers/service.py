@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from pipecomp.protocol import messages as m
 from pipecomp.protocol import wire
 from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session
 from pipecomp.runtime.memory import peak_memory_nbytes
+from pipecomp.runtime.stores import StoreHome
 from pipecomp.transport.base import Address, Connection, Transport
 from workers import events as e
 from workers.addresses import check_advertised, source_address, with_scheme
@@ -57,6 +59,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     config_hash: str = ""  # of the one configuration that it wants to train; empty: any
     num_threads: int = 0
     device: str = "cpu"
+    store_folder: str | None = None  # messages are kept here and found again; default: a temporary folder
+    message_memory_nbytes: int | None = None  # budgets of this worker; None: as the run file says
+    message_disk_nbytes: int | None = None
     is_launched: bool = False  # its coordinator writes to the same terminal
 
 
@@ -221,6 +226,8 @@ class WorkerService:
             device=self.options.device,
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            message_memory_nbytes=self.options.message_memory_nbytes,
+            message_disk_nbytes=self.options.message_disk_nbytes,
             config_hash=self.options.config_hash,
             model_hash=self._work.model_hash,
             tokenizer_hash=self._work.tokenizer_hash,
@@ -349,6 +356,11 @@ async def _run(options: WorkerOptions) -> e.Finish:
         advertise=options.advertise or source,
         model_folder=options.model_folder,
         num_threads=options.num_threads,
+        home=StoreHome(
+            None if options.store_folder is None else Path(options.store_folder),
+            options.message_memory_nbytes,
+            options.message_disk_nbytes,
+        ),
     )
     say = None if options.is_launched else _print
     service = WorkerService(options, control=ZeromqTransport(), work=work, say=say)

@@ -4,35 +4,50 @@ from __future__ import annotations
 
 import threading
 
-import xxhash
+import torch
 
-from pipecomp.buffers.base import MessageBuffer, SampleMessage
+from pipecomp.buffers.base import MessageBuffer, StoreCounts
+from pipecomp.buffers.formats import MessageFormat, StoredMessage
 from pipecomp.errors import LocalProtocolError
 from pipecomp.types import SampleId
 
 
 class MemoryBuffer(MessageBuffer):
-    """Two dictionaries: what is committed, and what each open step would leave. Costs 4 bytes a value and sample."""
+    """Two dictionaries: what is committed, and what each open step would leave (None: no longer kept)."""
 
-    def __init__(self) -> None:
-        self._committed: dict[SampleId, SampleMessage] = {}
-        self._staged: dict[int, dict[SampleId, SampleMessage]] = {}
+    def __init__(self, message_format: MessageFormat = MessageFormat("fp32")) -> None:  # noqa: B008 - a frozen value
+        super().__init__(message_format)
+        self._committed: dict[SampleId, StoredMessage] = {}
+        self._staged: dict[int, dict[SampleId, StoredMessage | None]] = {}
         self._lock = threading.Lock()
+        self._hits = self._misses = 0
 
-    def get(self, sample_id: SampleId) -> SampleMessage | None:
+    def get_stored(self, sample_id: SampleId) -> StoredMessage | None:
         with self._lock:
-            return self._committed.get(sample_id)
+            stored = self._committed.get(sample_id)
+            self._hits += stored is not None
+            self._misses += stored is None
+            return stored
 
-    def stage(self, step: int, sample_id: SampleId, message: SampleMessage) -> None:
+    def stage(self, step: int, sample_id: SampleId, values: torch.Tensor) -> None:
+        stored = self.format.pack(step, values)
         with self._lock:
             staged = self._staged.setdefault(step, {})
-            if sample_id in staged:
+            if staged.get(sample_id) is not None:
                 raise LocalProtocolError(f"sample {sample_id} was already staged in step {step}")
-            staged[sample_id] = message
+            staged[sample_id] = stored
+
+    def drop(self, step: int, sample_id: SampleId) -> None:
+        with self._lock:
+            self._staged.setdefault(step, {}).setdefault(sample_id, None)
 
     def commit(self, step: int) -> None:
         with self._lock:
-            self._committed.update(self._staged.pop(step, {}))
+            for sample_id, stored in self._staged.pop(step, {}).items():
+                if stored is None:
+                    self._committed.pop(sample_id, None)
+                else:
+                    self._committed[sample_id] = stored
 
     def abort(self, step: int) -> None:
         with self._lock:
@@ -41,13 +56,14 @@ class MemoryBuffer(MessageBuffer):
     @property
     def nbytes(self) -> int:
         with self._lock:
-            held = [*self._committed.values(), *(m for staged in self._staged.values() for m in staged.values())]
-        return sum(message.values.nbytes for message in held)
+            held = [*self._committed.values(), *(m for staged in self._staged.values() for m in staged.values() if m)]
+        return sum(stored.payload.nbytes for stored in held)
+
+    def counts(self) -> StoreCounts:
+        nbytes = self.nbytes
+        with self._lock:
+            return StoreCounts(hits=self._hits, misses=self._misses, memory_nbytes=nbytes)
 
     def digest(self) -> dict[SampleId, tuple[int, int]]:
         with self._lock:
-            committed = dict(self._committed)
-        return {
-            sample_id: (message.version, xxhash.xxh3_64_intdigest(message.values.contiguous().numpy().data))
-            for sample_id, message in committed.items()
-        }
+            return {sample_id: (stored.version, stored.checksum) for sample_id, stored in self._committed.items()}

@@ -42,6 +42,7 @@ from pipecomp.protocol.messages import (
     LinkHello,
     Message,
     Refused,
+    Resent,
     SequencedMessage,
     TensorMessage,
     WeightsChunk,
@@ -203,7 +204,7 @@ that is not here is refused: our own with LocalProtocolError, a message with Rem
 
 def kind_of(message: Message) -> Kind:
     """What the bytes of a message count as (law 13)."""
-    if isinstance(message, (TensorMessage, GradientMessage)):
+    if isinstance(message, (TensorMessage, GradientMessage, Resent)):
         return message.kind
     if isinstance(message, (WeightsRequest, WeightsChunk)):
         return Kind.WEIGHTS

@@ -7,7 +7,8 @@ Control session: a worker dials the coordinator.              Data links: a work
                              <-     Welcome | Refused         TensorMessage forward         ->
                              <-     Assignment                                              <-     TensorMessage backward
     Ready                    ->                               Ack(sequence)                 <->    Ack(sequence)
-                             <-     StepPlan
+                             <-     StepPlan                                                <-     Resend
+                                                              Resent                        ->
     Prepared | StepFailed    ->                               WeightsRequest                ->     (the coordinator)
                              <-     Commit | Abort                                          <-     WeightsChunk
     Committed | Aborted      ->                               WeightsChunk (trained)        ->
@@ -31,6 +32,10 @@ from typing import Any
 
 import msgspec
 
+from pipecomp.protocol.reports import LinkMeter as LinkMeter  # noqa: PLC0414 - parts of messages are had from here too
+from pipecomp.protocol.reports import StepReport as StepReport  # noqa: PLC0414
+from pipecomp.protocol.reports import StoreMeter as StoreMeter  # noqa: PLC0414
+from pipecomp.protocol.reports import Traffic as Traffic  # noqa: PLC0414
 from pipecomp.types import Kind
 
 PROTOCOL_VERSION = 1
@@ -55,6 +60,8 @@ class Join(_Message, frozen=True, kw_only=True):
     device: str
     num_cores: int
     memory_nbytes: int
+    message_memory_nbytes: int | None = None  # what this worker gives to messages, where its user has said so
+    message_disk_nbytes: int | None = None
     config_hash: str = ""
     model_hash: str = ""
     tokenizer_hash: str = ""
@@ -87,6 +94,7 @@ class StageAddress(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     data_address: str
     needs_input_gradient: bool  # some trainable parameter lies in an earlier stage
+    message_nbytes: int = 0  # what the stage's worker can keep of messages, of all its links together
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,40 +195,6 @@ class Abort(_Message, frozen=True, kw_only=True):
     epoch: int
     step: int
     reason: str
-
-
-class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker has sent since the start, of one kind, over one link."""
-
-    link: str
-    kind: Kind
-    values: int  # real values only; padding is never counted
-    payload_nbytes: int
-    header_nbytes: int
-    messages: int
-
-
-class LinkMeter(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the values encoded for one link and kind in this step; the sender measures them (fp64)."""
-
-    link: str
-    kind: Kind
-    squared_error: float  # |a - m_out|^2
-    squared_delta: float  # |a - m_in|^2 over samples that had a message
-    squared_delta_values: float  # |a|^2 over those samples
-    squared_values: float  # |a|^2 over all
-    first_visits: int
-    samples: int
-
-
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself after a step."""
-
-    compute_s: float
-    peak_memory_nbytes: int
-    message_nbytes: int
-    traffic: tuple[Traffic, ...]
-    meters: tuple[LinkMeter, ...]
 
 
 class Committed(_Message, frozen=True, kw_only=True):
@@ -331,7 +305,7 @@ class Ack(_Message, frozen=True, kw_only=True):
 
 
 class Resend(_Message, frozen=True, kw_only=True):
-    """The receiver cannot use what it got for a sample; the sender should send it whole."""
+    """The receiver does not hold the message that a sample was coded against; the sender should send its own, whole."""
 
     sequence: int
     step: int
@@ -341,12 +315,32 @@ class Resend(_Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Resent(_Message, frozen=True, kw_only=True):
+    """The sender's message of a sample, as its store keeps it: the answer to Resend. Buffers: one; none where the sender has
+    lost it too, and then `reason` says why."""
+
+    sequence: int
+    step: int
+    microbatch: int
+    kind: Kind
+    sample_id: int
+    version: int
+    checksum: int  # xxh3-64 of the buffer
+    dtype: str  # fp32 | bf16 | int8 | int4
+    num_rows: int
+    num_columns: int
+    reason: str
+    buffer_nbytes: tuple[int, ...]
+
+
 class SampleHeader(msgspec.Struct, frozen=True, array_like=True):
     """One sample of a TensorMessage."""
 
     sample_id: int
     version: int  # of the message the values are coded against; 0: none (first visit, or a codec without messages)
     num_rows: int  # real positions; padding does not travel
+    checksum: int = 0  # of that message as both ends keep it, xxh3-64; 0 where there is none
+    is_kept: bool = False  # both ends keep what this visit leaves, once the step commits
 
 
 class TensorMessage(_Message, frozen=True, kw_only=True):
@@ -363,6 +357,7 @@ class TensorMessage(_Message, frozen=True, kw_only=True):
     codec: str
     num_columns: int
     samples: tuple[SampleHeader, ...]
+    evicted: tuple[int, ...] = ()  # samples whose messages both ends give up once the step commits
     buffer_nbytes: tuple[int, ...]
 
 
@@ -428,8 +423,8 @@ ControlMessage = (
     | Stop
     | Goodbye
 )
-LinkMessage = LinkHello | Ack | Resend | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
-SequencedMessage = Resend | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
+LinkMessage = LinkHello | Ack | Resend | Resent | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
+SequencedMessage = Resend | Resent | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
 Message = ControlMessage | LinkMessage
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipecomp.buffers.memory import MemoryBuffer
+from pipecomp.buffers.retention import Retention
 from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError, PeerLost, TransportError
 from pipecomp.models.base import Model, StageModule, TiedWeight
@@ -23,21 +23,24 @@ from pipecomp.protocol.messages import Assignment, StageAddress, stage_link, tie
 from pipecomp.runtime.channel import CodecThreads, Destination, Inbox, OutChannel
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.link import Link, LinkHub
 from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
-from pipecomp.runtime.pipeline import Inlet, Pipeline, StageEnds, check_layout
+from pipecomp.runtime.pipeline import Pipeline, StageEnds, check_layout
 from pipecomp.runtime.rehearsal import make_codec, make_schedule
 from pipecomp.runtime.stage import StageRuntime
+from pipecomp.runtime.stores import StoreHome, link_capacity_nbytes, open_store
 from pipecomp.runtime.tied import TiedExchange
 from pipecomp.transport.base import Address
 from pipecomp.types import Kind, Rank, Shard, StageIndex
 
 
 class Engine(NamedTuple):
-    """Where the work of one worker runs."""
+    """Where the work of one worker runs, and where it keeps messages."""
 
     compute: ComputeThread
     threads: CodecThreads
+    home: StoreHome = StoreHome()
 
 
 def own_stages(assignment: Assignment) -> list[StageAddress]:
@@ -156,23 +159,31 @@ class PipelineMaker:
         )
 
     def _inlet(self, link: str, kind: Kind, stage: int) -> Inlet:
-        return Inlet(self.inboxes[link], self._coder(link, kind), self._destination(kind, stage))
+        coder = self._coder(link, kind, "receiver", stage - 1)
+        return Inlet(self.inboxes[link], coder, self._destination(kind, stage), self._engine.threads)
 
     def _channel(self, link: str, kind: Kind, to_stage: int, from_stage: int) -> OutChannel:
         channel = OutChannel(
             self._links[link],
-            self._coder(link, kind),
+            self._coder(link, kind, "sender", from_stage),
             self._engine.threads,
             self._destination(kind, to_stage),
             on_refused=lambda step, error: self._refuse(from_stage, step, error),
         )
         self.channels.append(channel)
+        if channel.coder.codec.has_messages:
+            self.inboxes[link].on_resend(kind, channel.answer)
         return channel
 
-    def _coder(self, link: str, kind: Kind) -> LinkCoder:
-        codec = make_codec(self._config, kind)
-        buffer = MemoryBuffer() if codec.has_messages else None
-        return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=self._config.train.seed)
+    def _coder(self, link: str, kind: Kind, end: str, lower_stage: int) -> LinkCoder:
+        """`lower_stage`: the one before the link. Only forward traffic, from it to the next one, has messages."""
+        codec, seed = make_codec(self._config, kind), self._config.train.seed
+        if not codec.has_messages:
+            return LinkCoder(codec, None, link=link, kind=kind, run_seed=seed)
+        buffer = open_store(self._assignment, self._config, self._engine.home, stage=lower_stage, end=end)
+        capacity = link_capacity_nbytes(self._assignment, lower_stage)
+        retention = Retention(capacity) if end == "sender" else None
+        return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=retention)
 
     def _destination(self, kind: Kind, stage: int) -> Destination:
         a = self._assignment

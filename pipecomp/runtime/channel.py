@@ -1,7 +1,7 @@
 """Tensors in and out of one link, beside compute. Knows links, coders and the event loop; never runs torch layers.
 
     submit -> [encode in a codec thread] -> queue of two -> [send: credit, socket]         sender
-    [receive, route] -> inbox by (kind, step, microbatch) -> [decode in a codec thread]    receiver
+    [receive, route] -> inbox by (kind, step, microbatch) -> [decode in a codec thread]    receiver (inlet.py)
 
 A message of a step that has not begun here waits in the inbox with its credit; one of a step that is over is dropped.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from pipecomp.errors import CodecError, RemoteProtocolError
-from pipecomp.protocol.messages import GradientMessage, LinkMeter, SampleRef, TensorMessage
+from pipecomp.protocol.messages import GradientMessage, LinkMeter, Resend, Resent, SampleRef, TensorMessage
 from pipecomp.protocol.wire import Received
 from pipecomp.runtime.coding import EncodedMicrobatch, LinkCoder
 from pipecomp.runtime.link import Link
@@ -25,6 +25,15 @@ from pipecomp.types import Kind
 
 T = TypeVar("T")
 _QUEUE_LENGTH = 2
+
+
+class _OfSample(NamedTuple):
+    """Part of a step: a sample's message, sent again."""
+
+    sample_id: int
+
+
+_Key = tuple[Kind, int, int | _OfSample]
 
 
 class CodecThreads:
@@ -94,21 +103,27 @@ class OutChannel:
         self._to = to
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._encoded: asyncio.Queue[tuple[_Job, EncodedMicrobatch]] = asyncio.Queue(_QUEUE_LENGTH)
+        self._requests: asyncio.Queue[Received] = asyncio.Queue()
         self._meters: list[LinkMeter] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> list[asyncio.Task[None]]:
-        """The two tasks that do the work; one that ends, ends with the error of the link or codec."""
+        """The tasks that do the work; one that ends, ends with the error of the link or codec."""
         name = f"{self._link.name}/{self._to.kind}"
         self._tasks = [
             asyncio.create_task(self._encode_all(), name=f"encode {name}"),
             asyncio.create_task(self._send_all(), name=f"send {name}"),
+            asyncio.create_task(self._answer_all(), name=f"send again {name}"),
         ]
         return self._tasks
 
     def submit(self, step: int, microbatch: int, refs: Sequence[SampleRef], tensor: torch.Tensor, *, metered: bool) -> None:
         """Take (B, T, H) fp32; it must not change afterwards."""
         self._jobs.put_nowait(_Job(step, microbatch, refs, tensor, metered))
+
+    def answer(self, request: Received) -> None:
+        """Send a sample's message whole, since the receiver does not hold it."""
+        self._requests.put_nowait(request)
 
     async def encoded(self) -> None:
         """Wait until all that was submitted is encoded and its messages are staged."""
@@ -141,8 +156,7 @@ class OutChannel:
             except CodecError as e:
                 self._on_refused(job.step, e)
             else:
-                if encoded.meter is not None:
-                    self._meters.append(encoded.meter)
+                self._meters.append(encoded.meter)
                 await self._encoded.put((job, encoded))
             finally:
                 self._jobs.task_done()
@@ -162,9 +176,35 @@ class OutChannel:
                 codec=self.coder.codec.name,
                 num_columns=self._to.num_columns,
                 samples=encoded.samples,
+                evicted=encoded.evicted,
                 buffer_nbytes=tuple(len(b) for b in encoded.buffers),
             )
             await self._link.send(message, encoded.buffers, values=encoded.num_values)
+
+
+    async def _answer_all(self) -> None:
+        while True:
+            received = await self._requests.get()
+            request = received.message
+            assert isinstance(request, Resend)
+            self._link.taken(received)
+            stored = await self._threads.run(functools.partial(self.coder.resend, request.sample_id))
+            buffers = () if stored is None else (stored.payload.data,)
+            answer = Resent(
+                sequence=0,
+                step=request.step,
+                microbatch=request.microbatch,
+                kind=request.kind,
+                sample_id=request.sample_id,
+                version=0 if stored is None else stored.version,
+                checksum=0 if stored is None else stored.checksum,
+                dtype=self.coder.message_dtype,
+                num_rows=0 if stored is None else stored.spec.num_rows,
+                num_columns=0 if stored is None else stored.spec.num_columns,
+                reason="it is lost here too" if stored is None else "",
+                buffer_nbytes=tuple(len(b) for b in buffers),
+            )
+            await self._link.send(answer, buffers)
 
 
 class Inbox:
@@ -172,16 +212,30 @@ class Inbox:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._waiting: dict[tuple[Kind, int, int], asyncio.Future[Received]] = {}
+        self._waiting: dict[_Key, asyncio.Future[Received]] = {}
         self._finished: dict[Kind, int] = {}
+        self._answerers: dict[Kind, Callable[[Received], None]] = {}
+
+    def on_resend(self, kind: Kind, answer: Callable[[Received], None]) -> None:
+        """Who answers when the other end asks for a message of `kind` again."""
+        self._answerers[kind] = answer
 
     async def run(self) -> None:
         """Receive until the link is lost."""
         while True:
             received = await self.link.receive()
             message = received.message
+            key: _Key
+            if isinstance(message, Resend):
+                answer = self._answerers.get(message.kind)
+                if answer is None:
+                    raise RemoteProtocolError(f"link {self.link.name}: no {message.kind} values are sent from here")
+                answer(received)
+                continue
             if isinstance(message, TensorMessage):
                 key = (message.kind, message.step, message.microbatch)
+            elif isinstance(message, Resent):
+                key = (message.kind, message.step, _OfSample(message.sample_id))
             elif isinstance(message, GradientMessage):
                 key = (message.kind, message.step, message.offset)
             else:
@@ -198,7 +252,13 @@ class Inbox:
 
     async def take(self, kind: Kind, step: int, part: int) -> Received:
         """The message for one microbatch (or piece of a gradient); call `link.taken` once done with it."""
-        key = (kind, step, part)
+        return await self._take((kind, step, part))
+
+    async def take_resent(self, kind: Kind, step: int, sample_id: int) -> Received:
+        """The answer to a Resend; call `link.taken` once done with it."""
+        return await self._take((kind, step, _OfSample(sample_id)))
+
+    async def _take(self, key: _Key) -> Received:
         future = self._future(key)
         try:
             return await future
@@ -220,7 +280,7 @@ class Inbox:
             else:
                 future.cancel()
 
-    def _future(self, key: tuple[Kind, int, int]) -> asyncio.Future[Received]:
+    def _future(self, key: _Key) -> asyncio.Future[Received]:
         if key not in self._waiting:
             self._waiting[key] = asyncio.get_running_loop().create_future()
         return self._waiting[key]

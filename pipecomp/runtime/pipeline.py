@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from pipecomp.errors import CodecError, LocalProtocolError, NonFiniteValues
+from pipecomp.errors import CodecError, LocalProtocolError, MessageMismatch, NonFiniteValues
 from pipecomp.models.base import Batch
-from pipecomp.protocol.checks import check_tensor_message
-from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, TensorMessage
+from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, StoreMeter
 from pipecomp.runtime.batches import check_refs, make_batches
-from pipecomp.runtime.channel import CodecThreads, Destination, Inbox, OutChannel
+from pipecomp.runtime.channel import CodecThreads, OutChannel
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.optimizer import ShardOptimizer
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
@@ -32,14 +32,6 @@ from pipecomp.schedules.base import Action, ActionKind, Schedule
 from pipecomp.types import Kind, Rank, StageIndex
 
 T = TypeVar("T")
-
-
-class Inlet(NamedTuple):
-    """Where one kind of tensors for a stage comes from."""
-
-    inbox: Inbox
-    coder: LinkCoder
-    expected: Destination
 
 
 class StageEnds(NamedTuple):
@@ -115,6 +107,9 @@ class Pipeline:
             PipecompError: a link or the protocol failed; the run cannot go on.
         """
         check_refs(plan.microbatches)
+        order = [ref.sample_id for refs in plan.microbatches for ref in refs]
+        for coder in self._coders():
+            coder.prefetch(order)
         return await self._until_refused(self._run_actions(plan, make_batches(plan, buffers)))
 
     async def _until_refused(self, work: Coroutine[Any, Any, T]) -> T:
@@ -197,6 +192,17 @@ class Pipeline:
     def take_meters(self) -> tuple[LinkMeter, ...]:
         channels = [c for s in self.stages.values() for c in (s.forward_out, s.backward_out) if c is not None]
         return tuple(meter for channel in channels for meter in channel.take_meters())
+
+    def store_meters(self) -> tuple[StoreMeter, ...]:
+        """One for each end of a link whose codec has messages."""
+        senders = [c.coder for s in self.stages.values() for c in (s.forward_out, s.backward_out) if c is not None]
+        meters = [(coder.store_meter("sender" if coder in senders else "receiver")) for coder in self._coders()]
+        return tuple(meter for meter in meters if meter is not None)
+
+    def close(self) -> None:
+        """Close the stores; may wait for a disk."""
+        for coder in self._coders():
+            coder.close()
 
     @property
     def message_nbytes(self) -> int:
@@ -299,31 +305,16 @@ class Pipeline:
                     continue
                 for index, refs in enumerate(microbatches):
                     action = Action(stage.stage, kind, index)  # type: ignore[arg-type]
-                    tasks[action] = asyncio.create_task(self._decode(inlet, step, index, refs))
+                    tasks[action] = asyncio.create_task(self._decode(inlet, stage.stage, step, index, refs))
         return tasks
 
-    async def _decode(self, inlet: Inlet, step: int, microbatch: int, refs: Sequence[SampleRef]) -> torch.Tensor:
-        to = inlet.expected
-        received = await inlet.inbox.take(to.kind, step, microbatch)
-        message = received.message
-        assert isinstance(message, TensorMessage)
-        check_tensor_message(
-            message,
-            run=to.run,
-            epoch=to.epoch,
-            replica=to.replica,
-            kind=to.kind,
-            stage=to.stage,
-            codec=inlet.coder.codec.name,
-            num_columns=to.num_columns,
-            samples=[(ref.sample_id, ref.length) for ref in refs],
-        )
+    async def _decode(
+        self, inlet: Inlet, stage: int, step: int, microbatch: int, refs: Sequence[SampleRef]
+    ) -> torch.Tensor:
         try:
-            return await self.threads.run(
-                lambda: inlet.coder.decode(message.samples, received.buffers, num_columns=to.num_columns, step=step)
-            )
-        finally:  # an aborted step's credit goes back too
-            inlet.inbox.link.taken(received)
+            return await inlet.decode(step, microbatch, refs)
+        except MessageMismatch as error:  # both ends have lost it: at the next try the sample is sent afresh
+            raise StepRefused(stage, f"step {step}: {error}") from error
 
     async def _input(
         self, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]], step: int

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipecomp.buffers.base import MessageBuffer, SampleMessage
+from pipecomp.buffers.base import MessageBuffer
 from pipecomp.codecs.base import Codec, Decoded
 from pipecomp.errors import CodecError, CorruptPayload, NonFiniteValues
 from pipecomp.types import SampleId, TensorSpec
@@ -153,10 +153,9 @@ class LinkEnds:
         message_out = self.sender.encode(values, None if message is None else message.values, seed=seed, out=payload)
         remembered = self.receiver_buffer.get(sample_id)
         decoded = self.receiver.decode(payload, None if remembered is None else remembered.values, spec)
-        version = 1 + (0 if message is None else message.version)
         if message_out is not None and decoded.message_out is not None:
-            self.sender_buffer.stage(step, sample_id, SampleMessage(version, message_out))
-            self.receiver_buffer.stage(step, sample_id, SampleMessage(version, decoded.message_out))
+            self.sender_buffer.stage(step, sample_id, message_out)
+            self.receiver_buffer.stage(step, sample_id, decoded.message_out)
         return decoded.values
 
     def end(self, step: int, *, commit: bool) -> None:

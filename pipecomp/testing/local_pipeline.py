@@ -26,6 +26,7 @@ from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.link import LinkHub
 from pipecomp.runtime.pipeline import Pipeline
+from pipecomp.runtime.stores import StoreHome, message_budget
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
 from pipecomp.types import Kind, SampleId, Shard, StageIndex
@@ -62,8 +63,9 @@ class LocalPipeline:
         *,
         num_ranks: int,
         weights: Mapping[str, torch.Tensor] | None = None,
+        home: StoreHome = StoreHome(),  # noqa: B008 - a frozen value
     ) -> None:
-        """`weights`: checkpoint tensors; None for random ones from the run's seed."""
+        """`weights`: checkpoint tensors; None for random ones from the run's seed. `home`: of every rank's messages."""
         self.config = config
         self.model = model_from_config(model_config, freeze=config.model.freeze, dropout=config.model.dropout)
         self.plan = self._plan(num_ranks)
@@ -72,6 +74,7 @@ class LocalPipeline:
         self.ranks: list[Pipeline] = []
         self._weights = weights
         self._num_ranks = num_ranks
+        self._home = home
         self._compute = ComputeThread(num_threads=1)
         self._threads = CodecThreads()
         self._hubs: list[LinkHub] = []
@@ -96,7 +99,8 @@ class LocalPipeline:
             modules = await self._compute.run(
                 build_modules, self.model, assignment, self._weights, self.config.train.seed
             )
-            maker = PipelineMaker(assignment, self.config, self.model, modules, own, Engine(self._compute, self._threads))
+            engine = Engine(self._compute, self._threads, self._home)
+            maker = PipelineMaker(assignment, self.config, self.model, modules, own, engine)
             self.modules.append(modules)
             self.makers.append(maker)
             self.ranks.append(maker.make())
@@ -112,6 +116,9 @@ class LocalPipeline:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for hub in self._hubs:
             await hub.close()
+        await self._threads.idle()
+        for rank in self.ranks:
+            await self._threads.run(rank.close)
         self._threads.close()
         self._compute.close()
 
@@ -214,6 +221,7 @@ class LocalPipeline:
                     worker=f"worker-{rank}",
                     data_address=addresses[rank],
                     needs_input_gradient=self._trains_before(shard),
+                    message_nbytes=message_budget(self.config.messages, self._home).nbytes,
                 )
             )
         return tuple(stages)

@@ -28,6 +28,7 @@ from pipecomp.protocol.messages import (
     Ready,
     Refused,
     Resend,
+    Resent,
     SampleHeader,
     SampleRef,
     SendWeights,
@@ -36,6 +37,7 @@ from pipecomp.protocol.messages import (
     StepPlan,
     StepReport,
     Stop,
+    StoreMeter,
     TensorEntry,
     TensorMessage,
     Traffic,
@@ -63,14 +65,32 @@ _METERS = (
         squared_delta_values=float("inf"),
         squared_values=-0.0,
         first_visits=3,
+        fallbacks=1,
         samples=8,
+    ),
+)
+_STORES = (
+    StoreMeter(
+        link="0/0-1",
+        end="receiver",
+        hits=7,
+        misses=3,
+        lost=1,
+        healed=2,
+        disk_reads=4,
+        wait_s=0.25,
+        memory_nbytes=2**40,
+        disk_nbytes=0,
     ),
 )
 _STAGE = StageAddress(
     stage=0, rank=0, first_layer=0, end_layer=3, worker="a", data_address="tcp://a:1", needs_input_gradient=False
 )
 _REFS = (tuple(SampleRef(sample_id, length) for sample_id, length in _SAMPLES), (SampleRef(5, 1),))
-_HEADERS = tuple(SampleHeader(sample_id, version, length) for version, (sample_id, length) in enumerate(_SAMPLES))
+_HEADERS = tuple(
+    SampleHeader(sample_id, version, length, version * (2**63 - 1), version > 0)
+    for version, (sample_id, length) in enumerate(_SAMPLES)
+)
 
 
 def examples() -> tuple[Example, ...]:
@@ -118,7 +138,7 @@ def _joining() -> tuple[Message, ...]:
 
 
 def _steps() -> tuple[Message, ...]:
-    report = StepReport(compute_s=0.5, peak_memory_nbytes=1, message_nbytes=2, traffic=_TRAFFIC, meters=_METERS)
+    report = StepReport(compute_s=0.5, peak_memory_nbytes=1, message_nbytes=2, traffic=_TRAFFIC, meters=_METERS, stores=_STORES)
     return (
         StepPlan(
             epoch=1,
@@ -160,6 +180,20 @@ def _links() -> tuple[Message, ...]:
     return (
         LinkHello(run="beef", epoch=1, link="0/0-1", worker="a", next_sequence=0),
         Ack(sequence=4),
+        Resent(
+            sequence=6,
+            step=3,
+            microbatch=0,
+            kind=Kind.FORWARD,
+            sample_id=2**64 - 1,
+            version=2,
+            checksum=2**64 - 2,
+            dtype="bf16",
+            num_rows=1,
+            num_columns=3,
+            reason="",
+            buffer_nbytes=(6,),
+        ),
         Resend(sequence=5, step=3, microbatch=0, kind=Kind.FORWARD, sample_id=2**64 - 1, reason="no message"),
         TensorMessage(
             sequence=6,
@@ -173,6 +207,7 @@ def _links() -> tuple[Message, ...]:
             codec="delta",
             num_columns=64,
             samples=_HEADERS,
+            evicted=(5, 2**64 - 1),
             buffer_nbytes=(33, 0, 5),
         ),
         GradientMessage(

@@ -69,6 +69,7 @@ def test_a_gradient_message_of_something_else_is_refused_by_field(field, value):
 
 def test_every_field_that_says_what_a_message_is_about_is_checked():
     own = {"sequence", "step", "microbatch", "buffer_nbytes"}  # by the link, the receiver's inbox, and by number
+    own |= {"evicted"}  # what the sender has decided, not what the message is about
     assert set(TensorMessage.__struct_fields__) - own == set(EXPECTED_TENSOR)
     own = {"sequence", "step", "offset", "kind", "buffer_nbytes"}
     assert set(GradientMessage.__struct_fields__) - own == set(EXPECTED_GRADIENT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipecomp.buffers.base import SampleMessage
 from pipecomp.buffers.memory import MemoryBuffer
 from pipecomp.errors import LocalProtocolError
 from pipecomp.types import SampleId
@@ -13,25 +12,25 @@ from pipecomp.types import SampleId
 ONE, TWO = SampleId(1), SampleId(2**64 - 1)
 
 
-def message(version: int, fill: float = 1.0) -> SampleMessage:
-    return SampleMessage(version, torch.full((2, 3), fill))
+def message(fill: float = 1.0) -> torch.Tensor:
+    return torch.full((2, 3), fill)
 
 
 def test_a_staged_message_is_not_seen_before_its_commit() -> None:
     buffer = MemoryBuffer()
-    buffer.stage(7, ONE, message(1))
+    buffer.stage(7, ONE, message())
     assert buffer.get(ONE) is None
     buffer.commit(7)
-    assert buffer.get(ONE).version == 1
+    assert buffer.get(ONE).version == 7
 
 
 def test_an_aborted_step_leaves_no_trace() -> None:
     buffer = MemoryBuffer()
-    buffer.stage(1, ONE, message(1))
+    buffer.stage(1, ONE, message())
     buffer.commit(1)
     before = buffer.digest()
-    buffer.stage(2, ONE, message(2, 5.0))
-    buffer.stage(2, TWO, message(1))
+    buffer.stage(2, ONE, message(5.0))
+    buffer.stage(2, TWO, message())
     buffer.abort(2)
     buffer.commit(2)
     assert buffer.digest() == before
@@ -40,8 +39,8 @@ def test_an_aborted_step_leaves_no_trace() -> None:
 
 def test_steps_end_independently_of_each_other() -> None:
     buffer = MemoryBuffer()
-    buffer.stage(1, ONE, message(1))
-    buffer.stage(2, TWO, message(1))
+    buffer.stage(1, ONE, message())
+    buffer.stage(2, TWO, message())
     buffer.commit(2)
     buffer.abort(1)
     assert list(buffer.digest()) == [TWO]
@@ -49,9 +48,9 @@ def test_steps_end_independently_of_each_other() -> None:
 
 def test_a_sample_is_staged_once_a_step() -> None:
     buffer = MemoryBuffer()
-    buffer.stage(1, ONE, message(1))
+    buffer.stage(1, ONE, message())
     with pytest.raises(LocalProtocolError, match="sample 1 was already staged in step 1"):
-        buffer.stage(1, ONE, message(2))
+        buffer.stage(1, ONE, message())
 
 
 def test_a_step_without_messages_can_end_either_way() -> None:
@@ -63,10 +62,10 @@ def test_a_step_without_messages_can_end_either_way() -> None:
 
 def test_staged_messages_count_as_held() -> None:
     buffer = MemoryBuffer()
-    buffer.stage(1, ONE, message(1))
+    buffer.stage(1, ONE, message())
     assert buffer.nbytes == 24
     buffer.commit(1)
-    buffer.stage(2, ONE, message(2))
+    buffer.stage(2, ONE, message())
     assert buffer.nbytes == 48
     buffer.commit(2)
     assert buffer.nbytes == 24
@@ -74,9 +73,33 @@ def test_staged_messages_count_as_held() -> None:
 
 def test_a_digest_tells_versions_and_bits_apart() -> None:
     digests = []
-    for values in (message(1), message(2), message(1, -0.0), message(1, 0.0)):
+    for step, values in ((1, message()), (2, message()), (1, message(-0.0)), (1, message(0.0))):
         buffer = MemoryBuffer()
-        buffer.stage(1, ONE, values)
-        buffer.commit(1)
+        buffer.stage(step, ONE, values)
+        buffer.commit(step)
         digests.append(buffer.digest()[ONE])
     assert len(set(digests)) == 4
+
+
+def test_a_message_that_is_dropped_goes_with_the_commit() -> None:
+    buffer = MemoryBuffer()
+    buffer.stage(1, ONE, message())
+    buffer.commit(1)
+    buffer.drop(2, ONE)
+    assert buffer.get(ONE) is not None
+    buffer.abort(2)
+    buffer.drop(3, ONE)
+    buffer.commit(3)
+    assert buffer.get(ONE) is None
+
+
+@pytest.mark.parametrize("order", [("stage", "drop"), ("drop", "stage")])
+def test_a_sample_that_is_visited_and_dropped_in_one_step_is_kept(order: tuple[str, str]) -> None:
+    buffer = MemoryBuffer()
+    for what in order:
+        if what == "stage":
+            buffer.stage(1, ONE, message())
+        else:
+            buffer.drop(1, ONE)
+    buffer.commit(1)
+    assert buffer.get(ONE) is not None

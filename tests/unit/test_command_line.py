@@ -33,9 +33,15 @@ def test_the_version_is_the_packages():
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("launch", {"--set", "--summary", "--log", "--quiet"}),
+        ("launch", {"--set", "--summary", "--log", "--store-folder", "--quiet"}),
         ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--quiet"}),
-        ("worker", {"--coordinator", "--name", "--bind", "--advertise", "--model", "--config-hash", "--threads", "--device"}),
+        (
+            "worker",
+            {
+                *("--coordinator", "--name", "--bind", "--advertise", "--model", "--config-hash", "--threads", "--device"),
+                *("--store-folder", "--message-memory", "--message-disk"),
+            },
+        ),
         ("bench kernels", {"--json"}),
     ],
 )

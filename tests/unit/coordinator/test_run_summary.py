@@ -22,7 +22,7 @@ def traffic(kind: Kind, *, values: int, payload: int, header: int, link: str = "
 def meter(**changes: float) -> m.LinkMeter:
     fields = {
         "squared_error": 1.0, "squared_delta": 0.0, "squared_delta_values": 0.0, "squared_values": 4.0,
-        "first_visits": 1, "samples": 2, **changes,
+        "first_visits": 1, "fallbacks": 0, "samples": 2, **changes,
     }  # fmt: skip
     return m.LinkMeter(link="0/0-1", kind=Kind.FORWARD, **fields)  # type: ignore[arg-type]
 
