@@ -85,8 +85,9 @@ class LocalPipeline:
     async def __aenter__(self) -> Self:
         network = MemoryNetwork()
         addresses = []
+        credit = self.config.cluster.link_credit_nbytes
         for rank in range(self._num_ranks):
-            hub = LinkHub(MemoryTransport(network), worker=f"worker-{rank}", credit_nbytes=2**26)
+            hub = LinkHub(MemoryTransport(network), worker=f"worker-{rank}", credit_nbytes=credit)
             hub.configure(_RUN, _EPOCH)
             addresses.append(await hub.listen(Address(f"memory://worker-{rank}")))
             self._hubs.append(hub)
