@@ -149,6 +149,22 @@ def kernels(json: Annotated[bool, typer.Option("--json", help="Also write the re
     bench_kernels.run(json=json)
 
 
+@bench.command()
+def convergence(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
+    """How gradients fall with the number of steps, for SGD and AC-SGD on a small problem: about five minutes."""
+    from pipecomp.experiments import convergence as experiment
+
+    experiment.run(json=json)
+
+
+@bench.command()
+def plots() -> None:
+    """Draw the results of docs/results as SVG files beside them."""
+    from pipecomp.experiments import plots as drawings
+
+    drawings.draw_all()
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; a user's mistake is one line on stderr, unless PIPECOMP_DEBUG=1 asks for the traceback."""
     try:
