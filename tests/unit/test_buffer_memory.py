@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipecomp.buffers.formats import MessageFormat
 from pipecomp.buffers.memory import MemoryBuffer
 from pipecomp.errors import LocalProtocolError
 from pipecomp.types import SampleId
@@ -103,3 +104,18 @@ def test_a_sample_that_is_visited_and_dropped_in_one_step_is_kept(order: tuple[s
             buffer.drop(1, ONE)
     buffer.commit(1)
     assert buffer.get(ONE) is not None
+
+
+def test_a_message_in_fp32_is_not_copied() -> None:
+    buffer, values = MemoryBuffer(), message()
+    buffer.stage(1, ONE, values)
+    buffer.commit(1)
+    assert buffer.get(ONE).values.data_ptr() == values.data_ptr()
+
+
+def test_a_coarser_format_is_what_is_held() -> None:
+    buffer = MemoryBuffer(MessageFormat("bf16"))
+    buffer.stage(1, ONE, torch.full((2, 3), 1 + 2**-10))
+    buffer.commit(1)
+    assert buffer.nbytes == 12
+    assert torch.equal(buffer.get(ONE).values, message())
