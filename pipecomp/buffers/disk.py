@@ -15,14 +15,16 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+from pipecomp.buffers.ahead import ReadAhead
 from pipecomp.buffers.base import MessageBuffer, StoreCounts
 from pipecomp.buffers.files import DiskCalls, Identity, StoreFolder
 from pipecomp.buffers.formats import ByteArray, MessageFormat, StoredMessage
@@ -39,13 +41,6 @@ class DiskLimits(NamedTuple):
     read_ahead_nbytes: int = 256 << 20  # read and not asked for yet; one row may always be
     segment_nbytes: int = SEGMENT_NBYTES
     disk_nbytes: int | None = None
-
-
-class _Ahead(NamedTuple):
-    row: Row
-    payload: ByteArray
-    was_read: bool  # from the disk; else it was about to leave memory
-    request: int  # which call of `prefetch` asked for it
 
 
 class DiskBuffer(MessageBuffer):
@@ -93,10 +88,7 @@ class DiskBuffer(MessageBuffer):
         self._changed = threading.Condition(self._lock)  # callers wait for either of them
         self._queue: deque[tuple[Callable[[], None], Future[None] | None]] = deque()
         self._unwritten_nbytes = 0
-        self._wanted: dict[SampleId, None] = {}  # in order
-        self._request = 0
-        self._ahead: dict[SampleId, _Ahead] = {}
-        self._ahead_nbytes = 0
+        self._ahead = ReadAhead(limits.read_ahead_nbytes)
         self._reading: Row | None = None
         self._failure: StoreError | None = None
         self._is_failure_told = False
@@ -127,7 +119,7 @@ class DiskBuffer(MessageBuffer):
                     self._disk_reads += is_from_disk
                     self._wait_s += time.perf_counter() - started if waited else 0.0
                     return None if row is None or payload is None else _stored(row, payload)
-                self._wanted.pop(sample_id, None)
+                self._ahead.cancel(sample_id)
             waited = True
             payload = self._read(row)
             with self._lock:
@@ -142,7 +134,7 @@ class DiskBuffer(MessageBuffer):
     def stage(self, step: int, sample_id: SampleId, values: torch.Tensor) -> None:
         stored = self._pack(step, values)
         nbytes = stored.payload.nbytes
-        row = Row(sample_id, step, stored.checksum, stored.spec, nbytes, stored.payload)
+        row = _row(sample_id, stored)
         with self._lock:
             self._check_usable()
             self._check_not_staged(step, sample_id)
@@ -166,12 +158,14 @@ class DiskBuffer(MessageBuffer):
                 return
             dropped = []
             for sample_id, row in staged.items():
-                self._discard_ahead(sample_id)
+                self._ahead.discard(sample_id)
                 if row is not None:
                     self._rows[sample_id] = row
                 elif self._rows.pop(sample_id, None) is not None:
                     dropped.append(sample_id)
-            self._enqueue(partial(self._log.commit, step, dropped))
+            self._wanting.notify()  # there may be room to read ahead
+            if dropped or any(staged.values()):
+                self._enqueue(partial(self._log.commit, step, dropped))
 
     def abort(self, step: int) -> None:
         with self._lock:
@@ -184,14 +178,13 @@ class DiskBuffer(MessageBuffer):
 
     def prefetch(self, sample_ids: Sequence[SampleId]) -> None:
         with self._lock:
-            self._wanted = dict.fromkeys(sample_ids)
-            self._request += 1
+            self._ahead.ask(sample_ids)
             self._wanting.notify()
 
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return self._unwritten_nbytes + self._ahead_nbytes
+            return self._unwritten_nbytes + self._ahead.nbytes
 
     def counts(self) -> StoreCounts:
         with self._lock:
@@ -201,7 +194,7 @@ class DiskBuffer(MessageBuffer):
                 lost=self._lost,
                 disk_reads=self._disk_reads,
                 wait_s=self._wait_s,
-                memory_nbytes=self._unwritten_nbytes + self._ahead_nbytes,
+                memory_nbytes=self._unwritten_nbytes + self._ahead.nbytes,
                 disk_nbytes=self._log.nbytes,
             )
 
@@ -209,30 +202,27 @@ class DiskBuffer(MessageBuffer):
         with self._lock:
             return {sample_id: (row.version, row.checksum) for sample_id, row in self._rows.items()}
 
-    def __contains__(self, sample_id: SampleId) -> bool:
-        with self._lock:
-            return sample_id in self._rows
-
-    def keep(self, messages: dict[SampleId, StoredMessage]) -> None:
+    def keep(self, messages: Mapping[SampleId, StoredMessage]) -> None:
         """Write committed messages of elsewhere; they are committed here at once. May wait for the disk."""
         for sample_id, stored in messages.items():
-            row = Row(sample_id, stored.version, stored.checksum, stored.spec, stored.payload.nbytes, stored.payload)
+            row = _row(sample_id, stored)
             with self._lock:
                 self._check_usable()
                 if self._unwritten_nbytes:
                     self._wait_for_writer(row.nbytes)
-                self._discard_ahead(sample_id)
+                self._ahead.discard(sample_id)
                 self._rows[sample_id] = row
                 self._unwritten_nbytes += row.nbytes
                 self._enqueue(partial(self._write, row, self._log.keep))
 
-    def checkpoint(self, folder: Path) -> None:
-        """Link all that is committed now into an empty folder, from which it can be opened. Waits for the disk.
+    def checkpoint(self, folder: Path, others: Mapping[SampleId, StoredMessage] = MappingProxyType({})) -> None:
+        """Link all that is committed now into an empty folder, from which it can be opened, and write `others` into it too.
+        Waits for the disk.
 
         Raises:
             StoreError: the folder is not empty or cannot be written.
         """
-        self._wait_for(partial(self._log.checkpoint, folder))
+        self._wait_for(partial(self._checkpoint, folder, others))
 
     def flush(self) -> None:
         """Wait until all that was staged and committed is written."""
@@ -248,7 +238,7 @@ class DiskBuffer(MessageBuffer):
             if self._is_closed:
                 return
             self._is_closed = True
-            self._wanted.clear()
+            self._ahead.ask(())
             self._wake_all()
         for thread in self._threads:
             thread.join()
@@ -270,18 +260,9 @@ class DiskBuffer(MessageBuffer):
 
     def _at_hand(self, row: Row) -> tuple[ByteArray | None, bool]:
         """A row's payload if it is in memory, and whether it came from the disk. What was read ahead is handed over once."""
-        payload, ahead = row.payload, self._ahead.get(row.sample_id)
-        if ahead is not None:
-            self._discard_ahead(row.sample_id)
-        if payload is not None or ahead is None:
-            return payload, False
-        return (ahead.payload, ahead.was_read) if ahead.row is row else (None, False)
-
-    def _discard_ahead(self, sample_id: SampleId) -> None:
-        ahead = self._ahead.pop(sample_id, None)
-        if ahead is not None:
-            self._ahead_nbytes -= ahead.row.nbytes
-            self._wanting.notify()
+        payload, was_read = self._ahead.take(row)
+        self._wanting.notify()
+        return (payload, was_read) if row.payload is None else (row.payload, False)
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -296,10 +277,12 @@ class DiskBuffer(MessageBuffer):
 
     def _wait_for_writer(self, nbytes: int) -> None:
         started = time.perf_counter()
-        while self._unwritten_nbytes and self._unwritten_nbytes + nbytes > self._limits.write_behind_nbytes:
-            self._changed.wait()
-            self._check_usable()
-        self._wait_s += time.perf_counter() - started
+        try:
+            while self._unwritten_nbytes and self._unwritten_nbytes + nbytes > self._limits.write_behind_nbytes:
+                self._changed.wait()
+                self._check_usable()
+        finally:
+            self._wait_s += time.perf_counter() - started
 
     def _enqueue(self, work: Callable[[], None], done: Future[None] | None = None) -> None:
         if self._failure is None:
@@ -347,6 +330,17 @@ class DiskBuffer(MessageBuffer):
             self._unwritten_nbytes -= row.nbytes
             self._changed.notify_all()
 
+    def _checkpoint(self, folder: Path, others: Mapping[SampleId, StoredMessage]) -> None:
+        """The rows of others are in the log for as long as it takes to link it."""
+        rows = [_row(sample_id, stored) for sample_id, stored in others.items()]
+        try:
+            for row in rows:
+                self._log.keep(row)
+            self._log.checkpoint(folder)
+        finally:
+            for row in rows:
+                self._log.forget(row)
+
     def _wait_for(self, work: Callable[[], None]) -> None:
         done: Future[None] = Future()
         with self._lock:
@@ -379,51 +373,20 @@ class DiskBuffer(MessageBuffer):
     def _read_all(self) -> None:
         while True:
             with self._lock:
-                row = self._next_wanted()
-                while row is None:
+                while (row := self._ahead.next(self._rows)) is None:
                     if self._is_closed:
                         return
                     self._wanting.wait()
-                    row = self._next_wanted()
                 self._reading = row
-                request = self._request
+                request = self._ahead.request
             payload = self._read(row)
             with self._lock:
                 self._reading = None
                 if payload is None:
                     self._lose(row)
                 elif self._rows.get(row.sample_id) is row:
-                    self._hold_ahead(row, payload, was_read=True, request=request)
+                    self._ahead.put(row, payload, was_read=True, request=request)
                 self._changed.notify_all()
-
-    def _next_wanted(self) -> Row | None:
-        """The next row to read ahead; None while there is none, or no room for it."""
-        while self._wanted:
-            sample_id = next(iter(self._wanted))
-            row = self._rows.get(sample_id)
-            if row is not None and sample_id not in self._ahead:
-                while self._ahead and self._ahead_nbytes + row.nbytes > self._limits.read_ahead_nbytes:
-                    if not self._forget_stale():
-                        return None
-                if row.payload is None:
-                    del self._wanted[sample_id]
-                    return row
-                self._hold_ahead(row, row.payload, was_read=False, request=self._request)
-            del self._wanted[sample_id]
-        return None
-
-    def _hold_ahead(self, row: Row, payload: ByteArray, *, was_read: bool, request: int) -> None:
-        self._discard_ahead(row.sample_id)
-        self._ahead[row.sample_id] = _Ahead(row, payload, was_read, request)
-        self._ahead_nbytes += row.nbytes
-
-    def _forget_stale(self) -> bool:
-        """Let go of a row that was read two requests ago and never asked for; False if there is none."""
-        oldest = next(iter(self._ahead.values()))
-        if oldest.request > self._request - 2:
-            return False
-        self._discard_ahead(oldest.row.sample_id)
-        return True
 
     # ------------------------------------------------------------------------------------- what a test may break on purpose
 
@@ -436,3 +399,7 @@ class DiskBuffer(MessageBuffer):
 
 def _stored(row: Row, payload: ByteArray) -> StoredMessage:
     return StoredMessage(row.version, row.checksum, row.spec, payload)
+
+
+def _row(sample_id: SampleId, stored: StoredMessage) -> Row:
+    return Row(sample_id, stored.version, stored.checksum, stored.spec, stored.payload.nbytes, stored.payload)

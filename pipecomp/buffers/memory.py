@@ -53,6 +53,11 @@ class MemoryBuffer(MessageBuffer):
         with self._lock:
             self._staged.pop(step, None)
 
+    def messages(self) -> dict[SampleId, StoredMessage]:
+        """All that is committed."""
+        with self._lock:
+            return dict(self._committed)
+
     @property
     def nbytes(self) -> int:
         with self._lock:

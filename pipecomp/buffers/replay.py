@@ -106,7 +106,7 @@ class _Scan:
             return False
         finally:
             os.close(descriptor)
-        return True
+        return offset == self._nbytes  # the zeros after the last record may have been cut
 
     def _apply(self, state: LogState, record: Record, offset: int, payload: bytes) -> bool:
         if record.kind == RecordKind.OPEN:

@@ -105,6 +105,7 @@ class SegmentLog:
     def forget(self, row: Row) -> None:
         """A row turned out to be damaged. The next snapshot will not have it."""
         self.state.forget(row)
+        self._nbytes_since_snapshot += 1
 
     def read(self, row: Row) -> ByteArray | None:
         """A row's payload, in memory of its own; None if it is damaged or gone. Any thread may call."""
@@ -148,12 +149,12 @@ class SegmentLog:
 
     def _append(self, parts: list[bytes | memoryview], *, may_compact: bool = False) -> Place:
         nbytes = sum(len(part) for part in parts)
-        if self._descriptor < 0 or self._segments[self._number] + nbytes > self._segment_nbytes:
-            is_fresh = self._descriptor >= 0 and self._segments[self._number] <= HEADER_NBYTES
-            if not is_fresh:  # a row larger than a segment has one for itself
-                self._roll()
-                if may_compact:
-                    self._tidy()
+        if self._descriptor < 0:
+            self._roll()
+        elif HEADER_NBYTES < self._segments[self._number] > self._segment_nbytes - nbytes:
+            self._roll()  # a row larger than a segment has one for itself
+            if may_compact:
+                self._tidy()
         if may_compact and self._budget_nbytes is not None:
             self._make_room(nbytes, self._budget_nbytes)
         place = Place(self._number, self._segments[self._number])

@@ -10,6 +10,7 @@ import pytest
 
 from pipecomp.buffers.disk import DiskBuffer, DiskLimits
 from pipecomp.buffers.memory import MemoryBuffer
+from pipecomp.buffers.tiered import TieredBuffer
 from pipecomp.testing.buffer_checks import BUFFER_CHECKS, BufferCheck, MakeBuffer
 
 # Small enough that every check crosses segments, compacts, and waits for its writer.
@@ -35,7 +36,25 @@ def direct_disk(path: Path) -> MakeBuffer:
     return lambda message_format: DiskBuffer(message_format, next(folders), {}, direct=True)
 
 
-KINDS: list[Callable[[Path], MakeBuffer]] = [memory, disk, tight_disk, direct_disk]
+def tiered(path: Path) -> MakeBuffer:
+    """Most messages of the checks fit in memory."""
+    folders = (path / str(i) for i in itertools.count())
+    return lambda message_format: TieredBuffer(5000, DiskBuffer(message_format, next(folders), {}))
+
+
+def tight_tiered(path: Path) -> MakeBuffer:
+    """A single small message does."""
+    folders = (path / str(i) for i in itertools.count())
+    return lambda message_format: TieredBuffer(100, DiskBuffer(message_format, next(folders), {}, limits=TIGHT))
+
+
+def disk_behind_no_memory(path: Path) -> MakeBuffer:
+    """No message does."""
+    folders = (path / str(i) for i in itertools.count())
+    return lambda message_format: TieredBuffer(0, DiskBuffer(message_format, next(folders), {}, is_kept=False))
+
+
+KINDS: list[Callable[[Path], MakeBuffer]] = [memory, disk, tight_disk, direct_disk, tiered, tight_tiered, disk_behind_no_memory]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
