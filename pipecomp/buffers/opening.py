@@ -1,30 +1,111 @@
-"""The store that a run asks for. Knows settings and buffers; no link and no codec."""
+"""From settings to a message buffer. Knows every kind of buffer; no run file, no link.
+
+    memory   all in memory                                                        gone at the end
+    disk     all in FOLDER/NAME, two thirds of `memory_nbytes` at most on the way    opens again
+    tiered   three quarters of `memory_nbytes` in memory, all others as in disk    opens again complete
+
+Without a folder, disk and tiered use a fresh temporary one, which `close` deletes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Literal, NamedTuple
+from urllib.parse import quote
 
 from pipecomp.buffers.base import MessageBuffer
+from pipecomp.buffers.disk import DiskBuffer, DiskLimits
+from pipecomp.buffers.files import Identity
 from pipecomp.buffers.formats import MessageDtype, MessageFormat
 from pipecomp.buffers.memory import MemoryBuffer
+from pipecomp.buffers.tiered import TieredBuffer
 from pipecomp.errors import StoreError
+
+StoreKind = Literal["memory", "disk", "tiered"]
+
+LEAST_FREE_NBYTES = 64 << 20
+_log = logging.getLogger(__name__)
 
 
 class StoreSettings(NamedTuple):
-    """How one end of one link keeps messages."""
+    """How one end of one link keeps its messages. Bytes are for this buffer alone."""
 
-    store: Literal["memory", "disk", "tiered"]
+    store: StoreKind
     dtype: MessageDtype
     memory_nbytes: int
-    disk_nbytes: int
-    folder: Path | None
-    direct: bool
+    disk_nbytes: int  # of its files, dead bytes included
+    folder: Path | None  # of all buffers; None: a temporary one
+    direct: bool = False  # read past the page cache: for measuring
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """What the messages of all kept samples may come to. On disk it is half: the rest is for versions that are dead and not
+        reclaimed yet, for what an open step has written, for the copies of a compaction, and for headers."""
+        return (0 if self.store == "disk" else self.tier_nbytes) + (0 if self.store == "memory" else self.disk_nbytes // 2)
+
+    @property
+    def tier_nbytes(self) -> int:
+        """Of messages that stay in memory."""
+        return self.memory_nbytes if self.store == "memory" else self.memory_nbytes - 2 * self.staging_nbytes
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Of rows on their way, in each direction."""
+        return min(self.memory_nbytes // (8 if self.store == "tiered" else 3), DiskLimits().write_behind_nbytes)
 
 
-def open_buffer(settings: StoreSettings, identity: Mapping[str, str], name: str) -> MessageBuffer:
-    """A buffer as `settings` say."""
-    if settings.store != "memory":
-        raise StoreError(f"messages.store = {settings.store!r} cannot be used here for {name} of {dict(identity)}")
-    return MemoryBuffer(MessageFormat(settings.dtype))
+def open_buffer(settings: StoreSettings, identity: Identity, name: str) -> MessageBuffer:
+    """The buffer `name` (link and end), which belongs to `identity` (run configuration, ...).
+
+    Raises:
+        StoreError: the folder is in use, belongs to something else, cannot be written, or its disk is full. Says what to do.
+    """
+    message_format = MessageFormat(settings.dtype)
+    if settings.store == "memory":
+        return MemoryBuffer(message_format)
+    folder = _temporary_folder() if settings.folder is None else settings.folder / quote(name, safe="")
+    try:
+        _check_free(folder, settings.disk_nbytes)
+        disk = DiskBuffer(
+            message_format,
+            folder,
+            {**identity, "buffer": name, "dtype": settings.dtype},
+            limits=DiskLimits(
+                write_behind_nbytes=settings.staging_nbytes,
+                read_ahead_nbytes=settings.staging_nbytes,
+                disk_nbytes=settings.disk_nbytes,
+            ),
+            direct=settings.direct,
+            is_kept=settings.folder is not None,
+        )
+    except StoreError:
+        if settings.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return disk if settings.store == "disk" else TieredBuffer(settings.tier_nbytes, disk)
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="pipecomp-store-"))
+    except OSError as e:
+        raise StoreError(f"no temporary folder for messages: {e.strerror}; name a folder on a disk with space") from e
+
+
+def _check_free(folder: Path, wanted_nbytes: int) -> None:
+    """What the folder has already counts as free: it is part of what is wanted."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    own = sum(path.stat().st_size for path in folder.glob("*.segment"))
+    free = shutil.disk_usage(existing).free + own
+    if free < LEAST_FREE_NBYTES:
+        raise StoreError(
+            f"message store {folder}: its disk has {free >> 20} MiB free and {LEAST_FREE_NBYTES >> 20} MiB are the least; "
+            "free space or choose another folder"
+        )
+    if free < wanted_nbytes:
+        _log.warning(
+            "message store %s may take %d MiB and its disk has %d MiB free", folder, wanted_nbytes >> 20, free >> 20
+        )
