@@ -118,8 +118,12 @@ class StoreFolder:
     def replace(self, path: Path, content: bytes) -> None:
         """Write a whole file; it is there with all its bytes or not at all."""
         fresh = path.with_name(f"{path.name}.new")
-        fresh.write_bytes(content)
-        fresh.replace(path)
+        try:
+            fresh.write_bytes(content)
+            fresh.replace(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # a full disk needs the space
+            raise
 
     def reads_directly(self) -> bool:
         """Whether this file system can read past the page cache."""

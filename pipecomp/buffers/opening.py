@@ -43,8 +43,12 @@ class StoreSettings(NamedTuple):
     @property
     def capacity_nbytes(self) -> int:
         """What the messages of all kept samples may come to. On disk it is half: the rest is for versions that are dead and not
-        reclaimed yet, for what an open step has written, for the copies of a compaction, and for headers."""
-        return (0 if self.store == "disk" else self.tier_nbytes) + (0 if self.store == "memory" else self.disk_nbytes // 2)
+        reclaimed yet, for what an open step has written, for the copies of a compaction, and for headers. A folder that is kept
+        must take what is in memory too."""
+        if self.store == "memory":
+            return self.memory_nbytes
+        is_spilled = self.store == "disk" or self.folder is not None
+        return self.disk_nbytes // 2 + (0 if is_spilled else self.tier_nbytes)
 
     @property
     def tier_nbytes(self) -> int:

@@ -139,13 +139,11 @@ class SegmentLog:
 
     def _write_row(self, row: Row, kind: RecordKind) -> None:
         assert row.payload is not None
-        row.place = self._append_row(row, row.payload, kind)
+        row.place = self._append_row(row, row.payload, kind, may_compact=True)
 
-    def _append_row(self, row: Row, payload: ByteArray, kind: RecordKind) -> Place:
-        return self._append(
-            [row.header(kind, self._dtype_code, self._session), payload.data, padding(payload.nbytes)],
-            may_compact=kind == RecordKind.MESSAGE,
-        )
+    def _append_row(self, row: Row, payload: ByteArray, kind: RecordKind, *, may_compact: bool) -> Place:
+        header = row.header(kind, self._dtype_code, self._session)
+        return self._append([header, payload.data, padding(payload.nbytes)], may_compact=may_compact)
 
     def _append(self, parts: list[bytes | memoryview], *, may_compact: bool = False) -> Place:
         nbytes = sum(len(part) for part in parts)
@@ -247,7 +245,7 @@ class SegmentLog:
             if payload is None:
                 self.state.forget(row)
             else:
-                self.state.move(row, self._append_row(row, payload, RecordKind.KEPT))
+                self.state.move(row, self._append_row(row, payload, RecordKind.KEPT, may_compact=False))
         self._write_snapshot()
         for number in victims:
             self._folder.segment(number).unlink(missing_ok=True)

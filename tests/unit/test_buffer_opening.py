@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,3 +101,25 @@ def test_the_capacity_is_what_the_tiers_hold(tmp_path: Path) -> None:
     assert settings("memory", None).capacity_nbytes == 64 * MIB
     assert settings("disk", None).capacity_nbytes == 32 * MIB
     assert settings("tiered", None).capacity_nbytes == 48 * MIB + 32 * MIB
+    assert settings("tiered", tmp_path).capacity_nbytes == 32 * MIB  # all of it is on disk at the end
+
+
+@pytest.mark.parametrize("store", ["disk", "tiered"])
+def test_a_store_at_its_capacity_is_used_spilled_and_used_again(store: str, tmp_path: Path) -> None:
+    small = settings(store, tmp_path, memory_nbytes=40_000, disk_nbytes=200_000)
+    num_samples = small.capacity_nbytes // 1024
+    order = random.Random(1)
+    for _ in range(3):
+        buffer = open_buffer(small, {}, "0")
+        for step in range(1, 80):
+            for i in order.sample(range(num_samples), 10):
+                buffer.stage(step, SampleId(i), torch.full((8, 64), float(step)))
+            buffer.commit(step)
+            assert buffer.counts().disk_nbytes <= 200_000
+        before = buffer.digest()
+        buffer.close()
+        assert buffer.counts().disk_nbytes <= 200_000
+        buffer = open_buffer(small, {}, "0")
+        assert buffer.digest() == before
+        assert len(before) == num_samples
+        buffer.close()
