@@ -400,9 +400,13 @@ def test_the_files_stay_within_their_budget(tmp_path: Path) -> None:
 
 def test_more_messages_than_the_budget_are_refused_with_what_to_do(tmp_path: Path) -> None:
     buffer = DiskBuffer(FP32, tmp_path / "store", {}, limits=DiskLimits(disk_nbytes=20 * RECORD))
-    run_steps(buffer, range(1, 2), range(30))
-    with pytest.raises(StoreError, match="are taken by messages still needed; allow it more disk or keep fewer samples"):
+
+    def fill() -> None:
+        run_steps(buffer, range(1, 2), range(30))
         buffer.flush()
+
+    with pytest.raises(StoreError, match="are taken by messages still needed; allow it more disk or keep fewer samples"):
+        fill()
     buffer.close()
 
 
