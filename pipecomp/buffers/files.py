@@ -156,10 +156,12 @@ class StoreFolder:
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+        except BlockingIOError as e:
             raise StoreError(
                 f"message store {self.path}: another process has it open; wait for it to end or choose another folder"
             ) from e
+        except OSError as e:
+            raise StoreError(f"message store {self.path} cannot be locked: {e.strerror}; choose a folder on a local disk") from e
 
     def _check_manifest(self, identity: dict[str, Any]) -> None:
         manifest = self.path / "store.json"

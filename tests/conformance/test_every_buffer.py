@@ -20,7 +20,7 @@ from pipecomp.buffers.formats import MessageFormat
 from pipecomp.buffers.memory import MemoryBuffer
 from pipecomp.buffers.tiered import TieredBuffer
 from pipecomp.errors import LocalProtocolError
-from pipecomp.testing.buffer_checks import BUFFER_CHECKS, BufferCheck, MakeBuffer, values
+from pipecomp.testing.buffer_checks import BUFFER_CHECKS, BufferCheck, MakeBuffer, check_buffer, values
 from pipecomp.types import SampleId
 
 # Small enough that every check crosses segments, compacts, and waits for its writer.
@@ -71,6 +71,65 @@ KINDS: list[Callable[[Path], MakeBuffer]] = [memory, disk, tight_disk, direct_di
 @pytest.mark.parametrize("check", BUFFER_CHECKS, ids=lambda check: check.__name__)
 def test_a_buffer_keeps_the_contract(check: BufferCheck, kind: Callable[[Path], MakeBuffer], tmp_path: Path) -> None:
     check(kind(tmp_path))
+
+
+class ShowsWhatIsStaged(MemoryBuffer):
+    def stage(self, step: int, sample_id: SampleId, values: torch.Tensor) -> None:
+        super().stage(step, sample_id, values)
+        self._committed[sample_id] = self._staged[step][sample_id]
+
+
+class KeepsWhatIsAborted(MemoryBuffer):
+    def abort(self, step: int) -> None:
+        self.commit(step)
+
+
+class ForgetsDrops(MemoryBuffer):
+    def drop(self, step: int, sample_id: SampleId) -> None:
+        pass
+
+
+class DropsWhatIsStaged(MemoryBuffer):
+    def drop(self, step: int, sample_id: SampleId) -> None:
+        self._staged.setdefault(step, {})[sample_id] = None
+
+
+class CountsVersions(MemoryBuffer):
+    def stage(self, step: int, sample_id: SampleId, values: torch.Tensor) -> None:
+        super().stage(step, sample_id, values)
+        old = self._committed.get(sample_id)
+        self._staged[step][sample_id] = self._staged[step][sample_id]._replace(version=old.version + 1 if old else 1)
+
+
+class RoundsValues(MemoryBuffer):
+    def stage(self, step: int, sample_id: SampleId, values: torch.Tensor) -> None:
+        super().stage(step, sample_id, values.bfloat16().float())
+
+
+class EndsEveryStep(MemoryBuffer):
+    def commit(self, step: int) -> None:
+        for each in list(self._staged):
+            super().commit(each)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failing"),
+    [
+        (ShowsWhatIsStaged, "what_is_staged_is_not_seen_before_its_commit"),
+        (KeepsWhatIsAborted, "an_aborted_step_leaves_no_trace"),
+        (ForgetsDrops, "a_dropped_message_goes_with_its_step"),
+        (DropsWhatIsStaged, "what_is_staged_outlasts_a_drop_in_the_same_step"),
+        (CountsVersions, "what_is_staged_is_not_seen_before_its_commit"),
+        (RoundsValues, "every_dtype_and_shape_comes_back_bit_for_bit"),
+        (EndsEveryStep, "steps_end_independently_of_each_other"),
+    ],
+)
+def test_the_checks_fail_for(kind: type[MemoryBuffer], failing: str) -> None:
+    check = next(check for check in BUFFER_CHECKS if check.__name__ == failing)
+    with pytest.raises(AssertionError):
+        check(kind)
+    with pytest.raises(AssertionError):
+        check_buffer(kind)
 
 
 # ---------------------------------------------------------------------------------------------- against a plain dictionary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import torch
 from pipecomp.buffers.disk import DiskBuffer, DiskLimits
 from pipecomp.buffers.files import DiskCalls
 from pipecomp.buffers.formats import MessageFormat
-from pipecomp.buffers.records import HEADER_NBYTES
+from pipecomp.buffers.records import HEADER_NBYTES, decode
 from pipecomp.errors import StoreError
 from pipecomp.types import SampleId
 
@@ -162,10 +163,16 @@ def test_a_damaged_row_that_is_fetched_ahead_is_lost(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_a_version_that_is_changed_on_disk_is_no_message(store: Path) -> None:
+@pytest.mark.parametrize("has_valid_header", [True, False])
+def test_a_version_that_is_changed_on_disk_is_no_message(store: Path, has_valid_header: bool) -> None:
     (segment,) = segments(store)
     content = bytearray(segment.read_bytes())
-    content[HEADER_NBYTES + 16] += 1  # of the first row's step
+    header = slice(HEADER_NBYTES, 2 * HEADER_NBYTES)
+    if has_valid_header:
+        record = decode(bytes(content[header]))
+        content[header] = record._replace(step=record.step + 1).encode()
+    else:
+        content[HEADER_NBYTES + 16] += 1
     segment.write_bytes(content)
     buffer = opened(store)
     assert contents(buffer) == [None, 1, 1]
@@ -314,6 +321,15 @@ def test_a_store_is_open_once(tmp_path: Path) -> None:
         opened(tmp_path / "store")
     buffer.close()
     opened(tmp_path / "store").close()
+
+
+def test_a_folder_that_cannot_be_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StoreError, match="cannot be locked: No locks available; choose a folder on a local disk"):
+        opened(tmp_path / "store")
 
 
 CHILD = """
