@@ -1,10 +1,11 @@
 """From settings to a message buffer. Knows every kind of buffer; no run file, no link.
 
-    memory   all in memory                                                        gone at the end
-    disk     all in FOLDER/NAME, two thirds of `memory_nbytes` at most on the way    opens again
-    tiered   three quarters of `memory_nbytes` in memory, all others as in disk    opens again complete
+    memory   all in memory                                          gone at the end
+    disk     all in FOLDER/NAME                                     opens again
+    tiered   `memory_nbytes` of it in memory, the others on disk    opens again complete
 
-Without a folder, disk and tiered use a fresh temporary one, which `close` deletes.
+Without a folder, disk and tiered use a fresh temporary one, which `close` deletes. Rows on their way to and from a disk take
+memory of their own beside `memory_nbytes`: an eighth of it in each direction, at least 32 MiB and at most 256 MiB.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pipecomp.errors import StoreError
 StoreKind = Literal["memory", "disk", "tiered"]
 
 LEAST_FREE_NBYTES = 64 << 20
+_LEAST_STAGING_NBYTES, _MOST_STAGING_NBYTES = 32 << 20, 256 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -42,23 +44,23 @@ class StoreSettings(NamedTuple):
 
     @property
     def capacity_nbytes(self) -> int:
-        """What the messages of all kept samples may come to. On disk it is half: the rest is for versions that are dead and not
-        reclaimed yet, for what an open step has written, for the copies of a compaction, and for headers. A folder that is kept
-        must take what is in memory too."""
-        if self.store == "memory":
-            return self.memory_nbytes
-        is_spilled = self.store == "disk" or self.folder is not None
-        return self.disk_nbytes // 2 + (0 if is_spilled else self.tier_nbytes)
+        """What the messages of all kept samples may come to."""
+        return capacity_nbytes(self.store, self.memory_nbytes, self.disk_nbytes, is_kept=self.folder is not None)
 
-    @property
-    def tier_nbytes(self) -> int:
-        """Of messages that stay in memory."""
-        return self.memory_nbytes if self.store == "memory" else self.memory_nbytes - 2 * self.staging_nbytes
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Of rows on their way, in each direction."""
-        return min(self.memory_nbytes // (8 if self.store == "tiered" else 3), DiskLimits().write_behind_nbytes)
+def capacity_nbytes(store: StoreKind, memory_nbytes: int, disk_nbytes: int, *, is_kept: bool) -> int:
+    """What the messages of all kept samples may come to within these budgets.
+
+    On disk it is half: the rest is for versions that are dead and not reclaimed yet, for what an open step has written, for the
+    copies of a compaction, and for headers. A folder that is kept must take what is in memory too when it is closed.
+    """
+    match store:
+        case "memory":
+            return memory_nbytes
+        case "disk":
+            return disk_nbytes // 2
+        case "tiered":
+            return disk_nbytes // 2 + (0 if is_kept else memory_nbytes)
 
 
 def open_buffer(settings: StoreSettings, identity: Identity, name: str) -> MessageBuffer:
@@ -70,6 +72,7 @@ def open_buffer(settings: StoreSettings, identity: Identity, name: str) -> Messa
     message_format = MessageFormat(settings.dtype)
     if settings.store == "memory":
         return MemoryBuffer(message_format)
+    staging_nbytes = min(max(settings.memory_nbytes // 8, _LEAST_STAGING_NBYTES), _MOST_STAGING_NBYTES)
     folder = _temporary_folder() if settings.folder is None else settings.folder / quote(name, safe="")
     try:
         _check_free(folder, settings.disk_nbytes)
@@ -78,8 +81,8 @@ def open_buffer(settings: StoreSettings, identity: Identity, name: str) -> Messa
             folder,
             {**identity, "buffer": name, "dtype": settings.dtype},
             limits=DiskLimits(
-                write_behind_nbytes=settings.staging_nbytes,
-                read_ahead_nbytes=settings.staging_nbytes,
+                write_behind_nbytes=staging_nbytes,
+                read_ahead_nbytes=staging_nbytes,
                 disk_nbytes=settings.disk_nbytes,
             ),
             direct=settings.direct,
@@ -89,7 +92,7 @@ def open_buffer(settings: StoreSettings, identity: Identity, name: str) -> Messa
         if settings.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    return disk if settings.store == "disk" else TieredBuffer(settings.tier_nbytes, disk)
+    return disk if settings.store == "disk" else TieredBuffer(settings.memory_nbytes, disk)
 
 
 def _temporary_folder() -> Path:

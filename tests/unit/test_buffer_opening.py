@@ -100,7 +100,7 @@ def test_a_disk_with_less_than_the_budget_is_told(
 def test_the_capacity_is_what_the_tiers_hold(tmp_path: Path) -> None:
     assert settings("memory", None).capacity_nbytes == 64 * MIB
     assert settings("disk", None).capacity_nbytes == 32 * MIB
-    assert settings("tiered", None).capacity_nbytes == 48 * MIB + 32 * MIB
+    assert settings("tiered", None).capacity_nbytes == 64 * MIB + 32 * MIB
     assert settings("tiered", tmp_path).capacity_nbytes == 32 * MIB  # all of it is on disk at the end
 
 
