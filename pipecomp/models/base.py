@@ -28,7 +28,6 @@ import torch
 from pipecomp.models._checkpoint import CheckpointReader
 from pipecomp.types import Shard
 
-
 CAUSAL_LM = "causal-lm"
 CLASSIFICATION = "sequence-classification"
 """The tasks: predict each next token, or one class for each sample."""
@@ -170,7 +169,8 @@ class Model(abc.ABC):
         random. Tensors are asked for one at a time, in the order of `checkpoint_names`, and copied.
 
         Random weights of a layer depend on (seed, layer) only, so every split gives the same numbers. A tied weight is
-        the same at both ends. Of `plan.new_in_task`, what `weights` lacks is random too. Raises ConfigError naming each missing or misshapen tensor.
+        the same at both ends. Of `plan.new_in_task`, what `weights` lacks is random too. Raises ConfigError naming each
+        other tensor that is missing, and each misshapen one.
         """
 
     @abc.abstractmethod
