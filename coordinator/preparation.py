@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from coordinator.batches import Batches, Wanted
 from coordinator.events import RunTerms, StageSplit
@@ -202,7 +203,13 @@ def _divide(config: RunConfig, train: Dataset, held_out: Dataset | None) -> tupl
             )
         train, held_out = hold_out(train, size, config.train.seed) if size else (train, None)
     if data.max_train_samples is not None:
+        several = len(np.unique(train.table.classes)) > 1
         train = train[: data.max_train_samples]
+        if several and len(train) > 1 and len(np.unique(train.table.classes)) == 1:
+            raise ConfigError(
+                f"data.max_train_samples = {data.max_train_samples}: the first samples of {data.train} are all of one class; "
+                "shuffle the file, or raise the number"
+            )
     return train, held_out if held_out is not None and len(held_out) else None
 
 

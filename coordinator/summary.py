@@ -30,9 +30,9 @@ def make_summary(
         "last_train_loss": ledger.losses[-1] if ledger.losses else None,
         "initial_eval_loss": before.loss if before is not None else None,
         "eval_loss": after.loss if after is not None else None,
+        "eval_samples": evaluations[-1].size.samples if evaluations else 0,
         "initial_eval_accuracy": before.accuracy if before is not None else None,
         "eval_accuracy": after.accuracy if after is not None else None,
-        "eval_samples": evaluations[-1].size.samples if evaluations else 0,
         "evaluations": [
             {"step": one.step, "loss": one.loss, "accuracy": one.accuracy, "time_s": one.time_s} for one in evaluations
         ],

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from pipecomp.models._checkpoint import CheckpointReader, StoredTensor, tensor_bytes
     from pipecomp.models._export import ModelFolderWriter, save_folder
     from pipecomp.models._sources import model_from_config, open_model, tokenizer_files, with_classes
+    from pipecomp.models._transformers import auto_class
 
 __all__ = [
     "CheckpointReader",
     "ModelFolderWriter",
     "StoredTensor",
+    "auto_class",
     "model_from_config",
     "open_model",
     "save_folder",
@@ -35,6 +37,7 @@ _HOMES = {
     "CheckpointReader": "_checkpoint",
     "ModelFolderWriter": "_export",
     "StoredTensor": "_checkpoint",
+    "auto_class": "_transformers",
     "model_from_config": "_sources",
     "open_model": "_sources",
     "save_folder": "_export",

@@ -295,15 +295,18 @@ class TransformersModel(Model):
             )
 
 
-def whole_on_meta(transformers_config: TransformersConfig, task: str) -> Any:  # noqa: ANN401 - transformers' model
-    """Transformers' own model of a configuration, in fp32 and without memory. Raises ConfigError for one it cannot build."""
+def auto_class(task: str) -> Any:  # noqa: ANN401 - transformers' factory
+    """What opens a whole model of a task in plain transformers."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    make = AutoModelForSequenceClassification if task == CLASSIFICATION else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if task == CLASSIFICATION else AutoModelForCausalLM
 
+
+def whole_on_meta(transformers_config: TransformersConfig, task: str) -> Any:  # noqa: ANN401 - transformers' model
+    """Transformers' own model of a configuration, in fp32 and without memory. Raises ConfigError for one it cannot build."""
     try:
         with torch.device("meta"):
-            return make.from_config(transformers_config, dtype=torch.float32)
+            return auto_class(task).from_config(transformers_config, dtype=torch.float32)
     except Exception as e:  # transformers raises many kinds for values that do not fit together
         reason = f"{type(e).__name__}: {' '.join(str(e).split())}"
         raise ConfigError(f"transformers cannot build this {transformers_config.model_type} model: {reason}") from e

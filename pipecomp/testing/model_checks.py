@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipecomp.models import model_from_config
+from pipecomp.models import auto_class, model_from_config
 from pipecomp.models.base import CLASSIFICATION, Batch, LayerSeeds, Model, StageModule
 from pipecomp.partition import shards_from_counts
 from pipecomp.types import Shard
@@ -238,13 +238,12 @@ def run_split(
 
 def run_whole(model: Model, batch: Batch, *, seed: int = 1) -> Result:
     """The same by plain transformers: its own model, attention mask, labels and loss."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
-    make = AutoModelForSequenceClassification if model.plan.task == CLASSIFICATION else AutoModelForCausalLM
     with _one_thread():
         values = {key: value for key, value in model.config.items() if key != "model_type"}
         config = type(AutoConfig.for_model(model.config["model_type"])).from_dict(values)
-        whole: Any = make.from_config(config, dtype=torch.float32).eval()
+        whole: Any = auto_class(model.plan.task).from_config(config, dtype=torch.float32).eval()
         whole.load_state_dict(_parameters(_build(model, [_whole_shard(model)], seed=seed)))
         tied = model.plan.tied
         if tied is not None:  # one memory, two gradients
