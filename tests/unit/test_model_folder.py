@@ -52,6 +52,8 @@ def test_plain_transformers_opens_it_with_equal_logits(
     model = tiny_model(family, tied=tied)
     save(tmp_path / "saved", model, *cuts)
     opened = auto_class(model.plan.task).from_pretrained(tmp_path / "saved").eval()
+    for parameter in opened.parameters():  # out of the mapped file: a product with one row has other bits where it is not aligned
+        parameter.data = parameter.data.clone()
     ids = torch.arange(12).reshape(1, 12)
     (stage,) = built(model)
     with torch.no_grad():
