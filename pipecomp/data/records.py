@@ -216,6 +216,7 @@ def _labelled(settings: DataSettings, column: str) -> _Parse:
             )
         if not isinstance(label, int | str) or isinstance(label, bool) or label == "":
             shown = "an empty string" if label == "" else f"a {_json_type(label)}"
+            shown += " with a fraction" if isinstance(label, float) else ""
             raise ConfigError(f"{place}: column {column!r} is {shown}; a label is a class number from 0 or the name of a class")
         if isinstance(label, int) and label < 0:
             raise ConfigError(f"{place}: label {label}; class numbers begin at 0")
