@@ -25,7 +25,7 @@ from pipecomp.runtime.assembly import Engine, PipelineMaker, build_modules, conn
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.link import LinkHub
-from pipecomp.runtime.pipeline import Pipeline
+from pipecomp.runtime.pipeline import EvaluationSums, Pipeline
 from pipecomp.runtime.stores import StoreHome, message_budget
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
@@ -165,11 +165,17 @@ class LocalPipeline:
             has_labels=True,
             buffer_nbytes=tuple(map(len, buffers)),
         )
-        sums = await self._all(rank.evaluate(plan, buffers) for rank in self.ranks)
-        total: float = sum(s for one in sums for s in one.loss_sums)
-        correct = [count for one in sums for count in one.num_correct]
-        num_samples = sum(map(len, microbatches))
-        return Evaluation(total / self._num_targets(microbatches), sum(correct) / num_samples if correct else None)
+        sums = await self.run_evaluation(plan, buffers)
+        loss = sum(sums.loss_sums) / self._num_targets(microbatches)
+        return Evaluation(loss, sum(sums.num_correct) / sum(map(len, refs)) if sums.num_correct else None)
+
+    async def run_evaluation(self, plan: EvaluationPlan, buffers: list[memoryview]) -> EvaluationSums:
+        """The same for a plan as a coordinator makes it, for assignment epoch 1, with all token buffers."""
+        self._evaluation = plan.evaluation
+        found = await self._all(rank.evaluate(plan, buffers) for rank in self.ranks)
+        return EvaluationSums(
+            tuple(s for sums in found for s in sums.loss_sums), tuple(n for sums in found for n in sums.num_correct)
+        )
 
     def digests(self) -> list[tuple[dict[SampleId, tuple[int, int]], dict[SampleId, tuple[int, int]]]]:
         """For each forward link, what its sender and what its receiver remember (law 2)."""
