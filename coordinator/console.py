@@ -156,7 +156,8 @@ def record_line(record: e.Record) -> str:
         case e.StepAborted():
             return f"step {record.step} aborted: {record.reason}"
         case e.EvaluationEnded():
-            return f"held-out loss {record.loss:.4f} after {record.step} steps ({record.size.samples} samples)"
+            accuracy = "" if record.accuracy is None else f", accuracy {record.accuracy:.4f},"
+            return f"held-out loss {record.loss:.4f}{accuracy} after {record.step} steps ({record.size.samples} samples)"
         case e.ModelStored():
             return f"model saved to {record.folder}"
         case e.StopNoted():

@@ -22,6 +22,7 @@ class Evaluation:
         self._part = 0
         self._answers: dict[Peer, Evaluated] = {}
         self._loss_sums: list[float] = []
+        self._num_correct: list[int] = []
         self._step = 0
         self._started_at = 0.0
         self.is_running = False
@@ -33,18 +34,22 @@ class Evaluation:
     def start(self, step: int, now: float) -> list[Effect]:
         """Begin a pass after `step` steps."""
         self._step, self._started_at = step, now
-        self._part, self._loss_sums = 0, []
+        self._part, self._loss_sums, self._num_correct = 0, [], []
         self.is_running = True
         return self._plan()
 
     def on_evaluated(self, peer: Peer, message: Evaluated, now: float) -> list[Effect]:
         if not self.is_running or message.evaluation != self._number or peer in self._answers:
             raise RemoteProtocolError(f"said Evaluated for plan {message.evaluation}, which waits for no answer of it")
+        if len(message.num_correct) not in (0, len(message.loss_sums)):
+            counts = f"{len(message.num_correct)} counts of right classes beside {len(message.loss_sums)} losses"
+            raise RemoteProtocolError(f"said Evaluated for plan {message.evaluation} with {counts}")
         self._answers[peer] = message
         effects: list[Effect] = [Log(TrafficReported(self._workers[peer], message.traffic))]
         if len(self._answers) < len(self._workers):
             return effects
         self._loss_sums += [loss for peer in self._workers for loss in self._answers[peer].loss_sums]
+        self._num_correct += [count for peer in self._workers for count in self._answers[peer].num_correct]
         self._part += 1
         if self._part < len(self._sizes) and not self.cut_short:
             return [*effects, *self._plan()]
@@ -64,4 +69,5 @@ class Evaluation:
         if not math.isfinite(loss):
             advice = "try a lower train.learning_rate" if self._step else "are these the right weights for this tokenizer?"
             self.failure = f"the held-out loss after {self._step} steps is {loss}; {advice}"
-        return [Log(EvaluationEnded(self._step, loss, total, now - self._started_at))]
+        accuracy = sum(self._num_correct) / total.samples if self._num_correct else None
+        return [Log(EvaluationEnded(self._step, loss, total, now - self._started_at, accuracy))]

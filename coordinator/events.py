@@ -16,7 +16,7 @@ class BatchSize(NamedTuple):
 
     samples: int
     tokens: int
-    targets: int  # label tokens after the shift; the loss is divided by it
+    targets: int  # label tokens after the shift, or classes; the loss is divided by it
 
 
 class StageSplit(NamedTuple):
@@ -173,6 +173,7 @@ class EvaluationEnded(NamedTuple):
     loss: float
     size: BatchSize
     time_s: float
+    accuracy: float | None = None  # of a classifier
 
 
 class TrafficReported(NamedTuple):

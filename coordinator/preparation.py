@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from coordinator.batches import Batches, Wanted
 from coordinator.events import RunTerms, StageSplit
 from pipecomp.config import RunConfig, config_hash
+from pipecomp.data.classes import choose_classes, number_classes
 from pipecomp.data.loading import load_dataset
 from pipecomp.data.records import DataSettings
 from pipecomp.data.samples import Dataset
 from pipecomp.data.splitting import hold_out
 from pipecomp.data.tokenizer import load_tokenizer, tokenizer_files, tokenizer_hash
 from pipecomp.errors import ConfigError
-from pipecomp.models import open_model
-from pipecomp.models.base import Model
+from pipecomp.models import open_model, with_classes
+from pipecomp.models.base import CLASSIFICATION, Model
 from pipecomp.partition import StagePlan, plan_stages
 from pipecomp.protocol.messages import Assignment, Join, StageAddress, TensorEntry
 from pipecomp.runtime.rehearsal import CODED_KINDS, make_codec, make_schedule
@@ -29,6 +31,8 @@ from pipecomp.types import Kind, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pipecomp.models._transformers import TransformersModel
 
 MAX_HELD_OUT = 256
 """Samples held out of the training file when the run file does not say how many."""
@@ -43,9 +47,11 @@ class PreparedRun(NamedTuple):
     batches: Batches
     num_samples: int
     num_held_out: int
-    entries: dict[str, TensorEntry]  # of every checkpoint tensor; empty with random weights
+    entries: dict[str, TensorEntry]  # of every checkpoint tensor there is; what it lacks is random, as all is with random weights
     tokenizer_files: dict[str, bytes]
     terms: RunTerms
+    notes: tuple[str, ...] = ()
+    """What a person should know of model and data before training, a line each."""
 
     def wanted(self, rank: int) -> Wanted:
         """Which token buffers the worker of `rank` needs."""
@@ -54,7 +60,7 @@ class PreparedRun(NamedTuple):
 
     def assignment(self, run: str, epoch: int, rank: int, joins: Sequence[Join], num_threads: int) -> Assignment:
         """What the worker of `rank` holds; `joins` by rank."""
-        tensors = tuple(self.entries[name] for name in self._names(rank)) if self.entries else ()
+        tensors = tuple(self.entries[name] for name in self._names(rank) if name in self.entries)
         return Assignment(
             run=run,
             epoch=epoch,
@@ -112,7 +118,12 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
     make_schedule(config)  # refused here, not in every worker
     for kind in CODED_KINDS:
         make_codec(config, kind)
-    model = open_model(config.model)
+    model = opened = open_model(config.model)
+    if model.plan.task != config.model.task:
+        raise ConfigError(
+            f"model.task = {config.model.task!r}: {model.plan.family} models are trained for {model.plan.task} only; set "
+            f"model.task = {model.plan.task!r}, or choose another model"
+        )
     if not any(p.trainable for p in model.plan.parameters):
         raise ConfigError(f"model.freeze = {list(config.model.freeze)} leaves no parameter to train")
     if config.data.tokenizer is not None:
@@ -124,13 +135,18 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
             f"data.max_length = {config.data.max_length} is more than the {model.plan.max_positions} positions of the model"
         )
     train, held_out = _read_data(config, tokenizer, cache_folder)
+    notes = _notes(config, model, train)
+    if model.plan.task == CLASSIFICATION:
+        model, train, held_out = _with_classes(config, opened, train, held_out)
+        notes.append(f"classes: {', '.join(model.config['id2label'].values())}")
+    train, held_out = _divide(config, train, held_out)
     for dataset in (train, held_out):
         _check_tokens(dataset, model.plan.vocab_size)
     batches = Batches(train, held_out, config.train)
     stage_plan = _split(config, model, train)
     terms = RunTerms(
         config_hash=config_hash(config),
-        model_hash=model.hash,
+        model_hash=opened.hash,  # what a worker's own folder has, whatever classes the data gives the model
         tokenizer_hash=tokenizer_hash(tokenizer),
         stages=tuple(
             StageSplit(stage, rank, shard.first_layer, shard.end_layer)
@@ -151,18 +167,31 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
         _entries(model),
         tokenizer_files(tokenizer),
         terms,
+        tuple(notes),
     )
 
 
 def _read_data(config: RunConfig, tokenizer: Any, cache_folder: Path | None) -> tuple[Dataset, Dataset | None]:  # noqa: ANN401
+    """All of `data.train`, and all of `data.eval` where there is one."""
     data = config.data
     settings = DataSettings(
-        format=data.format, text_column=data.text_column, max_length=data.max_length, packing=data.packing
+        format=data.format,
+        text_column=data.text_column,
+        label_column=data.label_column if config.model.task == CLASSIFICATION else None,
+        max_length=data.max_length,
+        packing=data.packing,
     )
     train = load_dataset(Path(data.train), tokenizer, settings, cache_folder=cache_folder)
-    if data.eval is not None:
-        held_out: Dataset | None = load_dataset(Path(data.eval), tokenizer, settings, cache_folder=cache_folder)
-        if held_out is not None and data.max_eval_samples is not None:
+    if data.eval is None:
+        return train, None
+    return train, load_dataset(Path(data.eval), tokenizer, settings, cache_folder=cache_folder)
+
+
+def _divide(config: RunConfig, train: Dataset, held_out: Dataset | None) -> tuple[Dataset, Dataset | None]:
+    """What is trained and what is held out, as many samples as the run file says."""
+    data = config.data
+    if held_out is not None:
+        if data.max_eval_samples is not None:
             held_out = held_out[: data.max_eval_samples]
     else:
         default = min(MAX_HELD_OUT, max(1, len(train) // 20)) if len(train) > 1 else 0
@@ -174,8 +203,50 @@ def _read_data(config: RunConfig, tokenizer: Any, cache_folder: Path | None) -> 
             )
         train, held_out = hold_out(train, size, config.train.seed) if size else (train, None)
     if data.max_train_samples is not None:
+        several = len(np.unique(train.table.classes)) > 1
         train = train[: data.max_train_samples]
+        if several and len(train) > 1 and len(np.unique(train.table.classes)) == 1:
+            raise ConfigError(
+                f"data.max_train_samples = {data.max_train_samples}: the first samples of {data.train} are all of one class; "
+                "shuffle the file, or raise the number"
+            )
     return train, held_out if held_out is not None and len(held_out) else None
+
+
+def _with_classes(
+    config: RunConfig, model: TransformersModel, train: Dataset, held_out: Dataset | None
+) -> tuple[TransformersModel, Dataset, Dataset | None]:
+    """Join what the data and the model say of classes: one order for both."""
+    names = choose_classes(
+        train,
+        list(model.config["id2label"].values()),
+        is_trained=model.weights is not None and not _new_parameters(model),
+        source=config.data.train,
+    )
+    train = number_classes(train, names, config.data.train)
+    if held_out is not None:
+        held_out = number_classes(held_out, names, str(config.data.eval))
+    return with_classes(model, config.model, names), train, held_out
+
+
+def _notes(config: RunConfig, model: Model, train: Dataset) -> list[str]:
+    notes = []
+    new = _new_parameters(model)
+    if new:
+        notes.append(f"not in the weights of {config.model.name}, so random from train.seed: {', '.join(new)}")
+        frozen = [p.name for p in model.plan.parameters if p.name in new and not p.trainable]
+        if frozen:
+            raise ConfigError(f"model.freeze keeps {frozen[0]} as it is, but the weights lack it and it would stay random")
+    if train.counts.cut_records:
+        num_cut = f"{train.counts.cut_records} of {train.counts.records} texts"
+        notes.append(f"{num_cut} are longer than data.max_length = {config.data.max_length} tokens and cut there")
+    return notes
+
+
+def _new_parameters(model: Model) -> list[str]:
+    """What the model's task needs and its weights lack; in their order."""
+    reader, new = model.weights, model.plan.new_in_task
+    return [] if reader is None else [p.name for p in model.plan.parameters if p.name in new and p.name not in reader]
 
 
 def _check_tokens(dataset: Dataset | None, vocab_size: int) -> None:
@@ -219,11 +290,13 @@ def _entries(model: Model) -> dict[str, TensorEntry]:
     reader = model.weights
     if reader is None:
         return {}
-    missing = [p.name for p in model.plan.parameters if p.name not in reader]
+    new = _new_parameters(model)
+    stored = [p for p in model.plan.parameters if p.name not in new]
+    missing = [p.name for p in stored if p.name not in reader]
     if missing:
         raise ConfigError(f"the weights lack {', '.join(missing[:5])} ({len(missing)} tensors); is the model folder whole?")
     entries = {}
-    for parameter in model.plan.parameters:
+    for parameter in stored:
         found = reader.entry(parameter.name)
         if found.shape != parameter.shape:
             raise ConfigError(

@@ -40,7 +40,7 @@ def describe_split(run: PreparedRun, joins: Sequence[Join]) -> str:
                 f"{trained:,}",
             ]
         )
-    lines = [format_grid(rows, align="<<<<>>"), _TIED[run.stage_plan.tied], _describe_run(run)]
+    lines = [format_grid(rows, align="<<<<>>"), _TIED[run.stage_plan.tied], _describe_run(run), *run.notes]
     return "\n".join(line for line in lines if line)
 
 

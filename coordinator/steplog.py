@@ -76,7 +76,8 @@ def _line(record: e.Record, ledger: Ledger) -> dict[str, Any]:
         case e.StepAborted():
             return {"event": "aborted", "step": record.step, "reason": record.reason}
         case e.EvaluationEnded():
-            return {"event": "evaluation", "step": record.step, "loss": record.loss, "eval_time_s": record.time_s}
+            accuracy = {} if record.accuracy is None else {"accuracy": record.accuracy}
+            return {"event": "evaluation", "step": record.step, "loss": record.loss, **accuracy, "eval_time_s": record.time_s}
         case e.WorkerJoined():
             return {"event": "joined", "worker": record.worker, "host": record.host}
         case e.WorkerTurnedAway():

@@ -20,17 +20,22 @@ def make_summary(
     traffic = ledger.traffic(own_traffic)
     times = ledger.step_times_s
     evaluations = ledger.evaluations
-    first_is_before = bool(evaluations) and evaluations[0].step == 0
+    before = evaluations[0] if evaluations and evaluations[0].step == 0 else None
+    after = evaluations[-1] if evaluations and (evaluations[-1].step or not ledger.num_steps) else None
     return {
         "steps": ledger.num_steps,
         "samples": ledger.num_samples,
         "tokens": ledger.num_tokens,
         "train_loss": statistics.fmean(ledger.losses) if ledger.losses else None,
         "last_train_loss": ledger.losses[-1] if ledger.losses else None,
-        "initial_eval_loss": evaluations[0].loss if first_is_before else None,
-        "eval_loss": evaluations[-1].loss if evaluations and (evaluations[-1].step or not ledger.num_steps) else None,
+        "initial_eval_loss": before.loss if before is not None else None,
+        "eval_loss": after.loss if after is not None else None,
         "eval_samples": evaluations[-1].size.samples if evaluations else 0,
-        "evaluations": [{"step": one.step, "loss": one.loss, "time_s": one.time_s} for one in evaluations],
+        "initial_eval_accuracy": before.accuracy if before is not None else None,
+        "eval_accuracy": after.accuracy if after is not None else None,
+        "evaluations": [
+            {"step": one.step, "loss": one.loss, "accuracy": one.accuracy, "time_s": one.time_s} for one in evaluations
+        ],
         "step_time_s": statistics.median(times) if times else None,
         "tokens_per_s": ledger.num_tokens / sum(times) if times and sum(times) > 0 else None,
         "wall_time_s": wall_time_s,
@@ -121,7 +126,8 @@ def _results(summary: Mapping[str, Any]) -> str:
     rows = [
         ("steps", f"{summary['steps']} ({summary['samples']} samples, {summary['tokens']} tokens)"),
         ("train loss, mean", _number(summary["train_loss"], ".4f")),
-        ("held-out loss", _eval_text(summary)),
+        ("held-out loss", _eval_text(summary, "loss")),
+        *([] if summary["eval_accuracy"] is None else [("accuracy", _eval_text(summary, "accuracy"))]),
         ("step, median", _number(summary["step_time_s"], ".3f", " s")),
         ("tokens/s", _number(summary["tokens_per_s"], ".0f")),
         ("wall time", _number(summary["wall_time_s"], ".1f", " s")),
@@ -133,9 +139,9 @@ def _results(summary: Mapping[str, Any]) -> str:
     return format_grid([list(row) for row in rows], align="<<")
 
 
-def _eval_text(summary: Mapping[str, Any]) -> str:
-    end = _number(summary["eval_loss"], ".4f")
-    start = summary["initial_eval_loss"]
+def _eval_text(summary: Mapping[str, Any], measure: str) -> str:
+    end = _number(summary[f"eval_{measure}"], ".4f")
+    start = summary[f"initial_eval_{measure}"]
     return end if start is None else f"{end} (before training {start:.4f})"
 
 

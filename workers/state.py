@@ -128,9 +128,15 @@ class WorkerState:
                 return self._then_queued(m.Committed(epoch=self._epoch, step=step, report=report))
             case e.StepAborted(step=step):
                 return self._then_queued(m.Aborted(epoch=self._epoch, step=step))
-            case e.EvaluationFinished(evaluation=evaluation, loss_sums=loss_sums, traffic=traffic):
+            case e.EvaluationFinished():
                 return self._then_queued(
-                    m.Evaluated(epoch=self._epoch, evaluation=evaluation, loss_sums=loss_sums, traffic=traffic)
+                    m.Evaluated(
+                        epoch=self._epoch,
+                        evaluation=event.evaluation,
+                        loss_sums=event.loss_sums,
+                        num_correct=event.num_correct,
+                        traffic=event.traffic,
+                    )
                 )
             case e.WeightsUploaded(num_tensors=count, traffic=traffic):
                 return self._then_queued(m.WeightsSent(epoch=self._epoch, num_tensors=count, traffic=traffic))

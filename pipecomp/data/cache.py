@@ -18,12 +18,13 @@ import xxhash
 from pipecomp.data.samples import Counts, Dataset, SampleTable
 
 _LOGGER = logging.getLogger(__name__)
-_DTYPES = dict(zip(SampleTable._fields, ("<i4", "|b1", "<i8", "<i8", "<i8", "<u8"), strict=True))
+_DTYPES = dict(zip(SampleTable._fields, ("<i4", "|b1", "<i8", "<i8", "<i8", "<i8", "<u8"), strict=True))
 
 
 class _Manifest(msgspec.Struct, frozen=True):
     counts: Counts
     checksums: dict[str, str]
+    class_names: tuple[str, ...]
 
 
 def read_entry(folder: Path) -> Dataset | None:
@@ -32,9 +33,8 @@ def read_entry(folder: Path) -> Dataset | None:
         return None
     try:
         manifest = msgspec.json.decode((folder / "counts.json").read_bytes(), type=_Manifest)
-        return Dataset(
-            SampleTable(*(_read_array(folder, name, manifest) for name in SampleTable._fields)), manifest.counts
-        )
+        table = SampleTable(*(_read_array(folder, name, manifest) for name in SampleTable._fields))
+        return Dataset(table, manifest.counts, manifest.class_names)
     except (OSError, ValueError, KeyError, msgspec.MsgspecError) as e:
         _LOGGER.warning("the cached data set %s is damaged (%s); tokenizing again", folder, e)
         return None
@@ -61,7 +61,7 @@ def _write_arrays(folder: Path, dataset: Dataset) -> None:
         path = folder / f"{name}.npy"
         np.save(path, np.asarray(getattr(dataset.table, name), dtype=dtype), allow_pickle=False)
         checksums[name] = _checksum(path)
-    (folder / "counts.json").write_bytes(msgspec.json.encode(_Manifest(dataset.counts, checksums)))
+    (folder / "counts.json").write_bytes(msgspec.json.encode(_Manifest(dataset.counts, checksums, dataset.class_names)))
 
 
 def _read_array(folder: Path, name: str, manifest: _Manifest) -> np.ndarray:

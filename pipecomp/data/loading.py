@@ -20,7 +20,7 @@ from pipecomp.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 """Goes up when the same file and settings would give other samples; old cache entries are then left alone."""
 
 
@@ -29,7 +29,8 @@ def load_dataset(
 ) -> Dataset:
     """All samples of `path`, in the order of the file.
 
-    Nothing is dropped: a record longer than `max_length` becomes consecutive samples, and empty records are counted.
+    Nothing is dropped: a record longer than `max_length` becomes consecutive samples, and empty records are counted. One with
+    a label is one sample: what is longer is cut off, and counted too.
     With a `cache_folder`, the result is kept there under a hash of the file's bytes, the tokenizer and the settings.
 
     Raises:
@@ -40,7 +41,7 @@ def load_dataset(
     kept = None if entry is None else read_entry(entry)
     if kept is not None:
         return kept
-    documents = tokenize_records(read_records(path, settings), tokenizer)
+    documents = tokenize_records(read_records(path, settings), tokenizer, max_length=settings.max_length)
     dataset = _number(path, documents, settings, settings_hash)
     if entry is not None:
         write_entry(entry, dataset)
@@ -54,6 +55,7 @@ def _number(path: Path, documents: Iterable[Tokenized], settings: DataSettings, 
         records=len(sequences),
         empty_records=len(sequences) - len(filled),
         split_records=sum(len(s.input_ids) > settings.max_length for s in filled),
+        cut_records=sum(s.num_cut > 0 for s in filled),
     )
     dataset = assemble(
         _cut(_joined(filled) if settings.packing else filled, settings.max_length), settings_hash, counts
@@ -71,16 +73,17 @@ def _number(path: Path, documents: Iterable[Tokenized], settings: DataSettings, 
 
 
 def _cut(sequences: Iterable[Tokenized], max_length: int) -> Iterable[Tokenized]:
-    for input_ids, trained in sequences:
-        for start in range(0, len(input_ids), max_length):
-            yield Tokenized(input_ids[start : start + max_length], trained[start : start + max_length])
+    for sequence in sequences:
+        for start in range(0, len(sequence.input_ids), max_length):
+            end = start + max_length
+            yield sequence._replace(input_ids=sequence.input_ids[start:end], trained=sequence.trained[start:end])
 
 
 def _joined(sequences: list[Tokenized]) -> list[Tokenized]:
     """One long sequence; each record already ends with the end-of-text token."""
     if not sequences:
         return []
-    return [Tokenized(*(np.concatenate(arrays) for arrays in zip(*sequences, strict=True)))]
+    return [Tokenized(np.concatenate([s.input_ids for s in sequences]), np.concatenate([s.trained for s in sequences]))]
 
 
 def _hash_settings(tokenizer: PreTrainedTokenizerBase, settings: DataSettings) -> str:

@@ -5,6 +5,9 @@
                       {"text": ...}                          every token is trained
                       {"prompt": ..., "completion": ...}     the completion is trained
                       {"messages": [{"role": ..., "content": ...}, ...]}     the assistant's turns are trained
+                    for classification each has a text and a label
+                      {"text": ..., "label": 1}              a class number from 0, or
+                      {"text": ..., "label": "positive"}     the name of a class
 
 Which columns count is decided by the first record and holds for the whole file.
 """
@@ -35,14 +38,20 @@ class DataSettings(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal["auto", "text", "jsonl"] = "auto"
     """`auto` goes by the file's suffix."""
     text_column: str = "text"
+    label_column: str | None = None
+    """Where each record's class stands; None: records have none."""
     max_length: int = 256
-    """Most tokens in a sample; a longer record becomes several samples."""
+    """Most tokens in a sample; a longer record becomes several samples, or with a label is cut off."""
     packing: bool = False
     """Join all records in the order of the file and cut the whole at every `max_length`-th token."""
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
             raise ConfigError(f"data.max_length is {self.max_length}; a prediction needs at least 2 tokens")
+
+
+Label = int | str
+"""A class: its number, or its name."""
 
 
 class Place(NamedTuple):
@@ -71,7 +80,13 @@ class ChatRecord(NamedTuple):
     messages: list[dict[str, Any]]
 
 
-Record = TextRecord | PromptRecord | ChatRecord
+class LabelledRecord(NamedTuple):
+    place: Place
+    text: str
+    label: Label
+
+
+Record = TextRecord | PromptRecord | ChatRecord | LabelledRecord
 _Row = Mapping[str, Any]
 _Parse = Callable[[Place, _Row], Record]
 
@@ -83,6 +98,11 @@ def read_records(path: Path, settings: DataSettings) -> Iterator[Record]:
         ConfigError: the file is missing, of an unknown kind, not UTF-8, not JSON, or a column is missing or of the wrong type.
     """
     kind = _file_format(path, settings)
+    if kind == "text" and settings.label_column is not None:
+        raise ConfigError(
+            f"{path} is plain text, which has no labels: sequence classification needs a .jsonl file with a text and a label "
+            "in each line"
+        )
     lines = _lines(path)
     return _documents(lines) if kind == "text" else _rows(lines, settings)
 
@@ -137,7 +157,7 @@ def _rows(lines: Iterator[tuple[Place, str]], settings: DataSettings) -> Iterato
             continue
         row = _parse_json(place, line)
         if parse is None:
-            parse = _choose(place, row, settings)
+            parse = _choose(place, row, settings) if settings.label_column is None else _labelled(settings, settings.label_column)
         yield parse(place, row)
 
 
@@ -180,6 +200,36 @@ def _choose(place: Place, row: _Row, settings: DataSettings) -> _Parse:
     if "messages" in row:
         return _chat
     raise _missing(place, row, settings.text_column)
+
+
+def _labelled(settings: DataSettings, column: str) -> _Parse:
+    """Texts with classes, all of the file numbers or all of it names: a `1` among names is more likely a mistake."""
+    kinds: dict[type, Place] = {}
+
+    def parse(place: Place, row: _Row) -> Record:
+        text, label = _text(place, row, settings.text_column), row.get(column)
+        if column not in row:
+            columns = ", ".join(map(repr, row))
+            raise ConfigError(
+                f"{place}: no column {column!r}; the columns there are: {columns}. Set data.label_column to the one that holds "
+                "the class"
+            )
+        if not isinstance(label, int | str) or isinstance(label, bool) or label == "":
+            shown = "an empty string" if label == "" else f"a {_json_type(label)}"
+            shown += " with a fraction" if isinstance(label, float) else ""
+            raise ConfigError(f"{place}: column {column!r} is {shown}; a label is a class number from 0 or the name of a class")
+        if isinstance(label, int) and label < 0:
+            raise ConfigError(f"{place}: label {label}; class numbers begin at 0")
+        first = kinds.setdefault(type(label), place)
+        for kind, other in kinds.items():
+            if kind is not type(label):
+                raise ConfigError(
+                    f"{first}: label {label!r} is a {_json_type(label)}, but line {other.line} has a "
+                    f"{'string' if kind is str else 'number'}; write all labels of a file as numbers or all as names"
+                )
+        return LabelledRecord(place, text, label)
+
+    return parse
 
 
 def _prompt(place: Place, row: _Row) -> Record:

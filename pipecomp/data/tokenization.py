@@ -1,4 +1,4 @@
-"""Turn records into token ids and the positions that are trained. Knows a tokenizer; knows no file, length limit or sample id."""
+"""Turn records into token ids and the positions that are trained. Knows a tokenizer; knows no file or sample id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipecomp.data.records import ChatRecord, PromptRecord, Record, TextRecord
+from pipecomp.data.records import ChatRecord, LabelledRecord, PromptRecord, Record, TextRecord
 from pipecomp.data.samples import Tokenized
 from pipecomp.errors import ConfigError
 
@@ -19,10 +19,14 @@ _TEXTS_AT_ONCE = 512
 """Fast tokenizers spread a list of texts over all cores; the limit bounds what they hold in memory."""
 
 
-def tokenize_records(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
+def tokenize_records(
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int
+) -> Iterator[Tokenized]:
     """One sequence for each record, in order; a record without any text gives an empty one.
 
-    Text and completions end with the tokenizer's end-of-text token where it has one. A chat ends as its template ends it.
+    Text and completions end with the tokenizer's end-of-text token where it has one. A chat ends as its template ends it. A text
+    with a label has the tokenizer's own special tokens around it and is cut to `max_length` tokens, these included; nothing else
+    is cut here.
 
     Raises:
         ConfigError: chats without a chat template, or with one that hides where the assistant's turns are.
@@ -34,6 +38,8 @@ def tokenize_records(records: Iterable[Record], tokenizer: PreTrainedTokenizerBa
             yield from _texts([r for r in chunk if isinstance(r, TextRecord)], tokenizer)
         elif isinstance(first, PromptRecord):
             yield from _prompts([r for r in chunk if isinstance(r, PromptRecord)], tokenizer)
+        elif isinstance(first, LabelledRecord):
+            yield from _labelled([r for r in chunk if isinstance(r, LabelledRecord)], tokenizer, max_length)
         else:
             yield from (_chat(r, tokenizer) for r in chunk if isinstance(r, ChatRecord))
 
@@ -42,6 +48,23 @@ def _texts(records: Sequence[TextRecord], tokenizer: PreTrainedTokenizerBase) ->
     for record, tokens in zip(records, _encode([r.text for r in records], tokenizer, special=True), strict=True):
         ids = _ended(tokens, tokenizer) if record.text.strip() else []
         yield _sequence(ids, [True] * len(ids))
+
+
+def _labelled(
+    records: Sequence[LabelledRecord], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> Iterator[Tokenized]:
+    encoded = tokenizer([r.text for r in records], return_special_tokens_mask=True, verbose=False)
+    for record, ids, special in zip(records, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+        if not record.text.strip():
+            yield _sequence([], [])
+            continue
+        # What the tokenizer's own truncation gives, without leaving it switched on in the tokenizer that is saved.
+        end = len(special)
+        while end and special[end - 1]:
+            end -= 1
+        num_cut = min(max(0, len(ids) - max_length), end)
+        kept = (ids[: end - num_cut] + ids[end:])[:max_length]
+        yield Tokenized(np.array(kept, np.int32), np.ones(len(kept), np.bool_), record.label, num_cut)
 
 
 def _prompts(records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:

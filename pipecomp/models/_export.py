@@ -65,7 +65,7 @@ class ModelFolderWriter:
             self._draft.mkdir(parents=True)
             for file in extra_files:
                 shutil.copyfile(file, self._draft / file.name)
-            _write_config(self._draft, config)
+            _write_config(self._draft, config, plan.task)
         except OSError as e:
             self.discard()
             raise ConfigError(f"cannot write a model to {folder}: {e.strerror or e}") from e
@@ -166,11 +166,11 @@ def save_folder(
         return writer.finish()
 
 
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def _write_config(folder: Path, config: Mapping[str, Any], task: str) -> None:
     from transformers import AutoConfig
 
     parsed = type(AutoConfig.for_model(config["model_type"])).from_dict(dict(config))
-    parsed.architectures = [type(whole_on_meta(parsed)).__name__]
+    parsed.architectures = [type(whole_on_meta(parsed, task)).__name__]
     parsed.save_pretrained(folder)
 
 

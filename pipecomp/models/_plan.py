@@ -65,6 +65,7 @@ def make_plan(
         layers=layers,
         parameters=specs,
         tied=tied,
+        task=family.task,
     )
 
 

@@ -54,7 +54,8 @@ def open_model(source: ModelConfig) -> TransformersModel:
     except (OSError, ValueError, msgspec.ValidationError) as e:
         raise ConfigError(f"{path} is not a model configuration: {e}") from e
     family = _family(config)
-    reader = None if source.weights == "random" else _find_weights(source.name, source.revision, locate, family)
+    aliases = family.stored_aliases(config)
+    reader = None if source.weights == "random" else _find_weights(source.name, source.revision, locate, family.prefix, aliases)
     return _make_model(family, config, source.freeze, source.dropout, reader)
 
 
@@ -72,6 +73,16 @@ def model_from_config(
         ConfigError: an unsupported family, values that transformers refuses, or a pattern that matches nothing.
     """
     return _make_model(_family(config), config, freeze, dropout, None)
+
+
+def with_classes(model: TransformersModel, source: ModelConfig, names: Sequence[str]) -> TransformersModel:
+    """The same model for these classes, in this order; its configuration names them as transformers does.
+
+    Args:
+        source: what `model` was opened from; its `freeze` and `dropout` hold again.
+    """
+    classes = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+    return _make_model(model.family, {**model.config, **classes}, source.freeze, source.dropout, model.weights)
 
 
 def tokenizer_files(source: ModelConfig) -> tuple[Path, ...]:
@@ -133,7 +144,7 @@ def _refuse_unknown_keys(config: Mapping[str, object]) -> None:
     """A typo in a hand-written configuration would silently train another model."""
     _family(config)
     default = _parse({"model_type": config["model_type"]})
-    known = sorted({*default.to_dict(), *default.attribute_map, "rope_theta", "rope_scaling"})
+    known = sorted({*default.to_dict(), *default.attribute_map, "rope_theta", "rope_scaling", "num_labels"})
     for key in config:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=3)
@@ -166,7 +177,7 @@ def _from_hub(name: str, revision: str | None, file: str) -> Path | None:
 
 
 def _find_weights(
-    name: str, revision: str | None, locate: Callable[[str], Path | None], family: ModelFamily
+    name: str, revision: str | None, locate: Callable[[str], Path | None], prefix: str, aliases: Mapping[str, str]
 ) -> CheckpointReader:
     def need(file: str) -> Path:
         path = locate(file)
@@ -174,12 +185,11 @@ def _find_weights(
             raise ConfigError(f"model.name = {name!r}: the weight file {file} is missing")
         return path
 
-    aliases = {family.embedding: family.projection, family.projection: family.embedding}
     if _has_file(name, revision, SINGLE_FILE):
-        return CheckpointReader(SINGLE_FILE, need, prefix=family.prefix, aliases=aliases)
+        return CheckpointReader(SINGLE_FILE, need, prefix=prefix, aliases=aliases)
     index = locate(INDEX_FILE)
     if index is not None:
-        return CheckpointReader(read_index(index), need, prefix=family.prefix, aliases=aliases)
+        return CheckpointReader(read_index(index), need, prefix=prefix, aliases=aliases)
     for file in PICKLED_FILES:
         if _has_file(name, revision, file):
             raise ConfigError(

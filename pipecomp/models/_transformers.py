@@ -1,4 +1,4 @@
-"""Shards cut out of transformers' own causal language models. Knows torch, transformers and names; no files, no sockets.
+"""Shards cut out of transformers' own models. Knows torch, transformers and names; no files, no sockets.
 
 The whole model is built on the meta device (shapes, no memory), the modules of a shard are copied out of it, and only they
 are ever materialized. What runs between them is in the family's plugin and follows the whole model's `forward` op for op,
@@ -20,7 +20,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import CheckpointReader
 from pipecomp.models._family import BlockContext, Layer, ModelFamily, TransformersConfig
 from pipecomp.models._plan import frozen_names, make_plan
-from pipecomp.models.base import Batch, LayerSeeds, Model, ModelPlan, StageModule
+from pipecomp.models.base import CLASSIFICATION, Batch, LayerSeeds, Model, ModelPlan, StageModule
 from pipecomp.types import Shard
 
 _GENERATOR = threading.Lock()
@@ -37,6 +37,7 @@ class TransformersStage(StageModule):
         self.shard = shard
         self.is_first = shard.first_layer == 0
         self.is_last = shard.end_layer == num_layers
+        self.labels_are_classes = model.plan.task == CLASSIFICATION
         self.tied_alias_shares_storage = self.is_first and self.is_last and model.plan.tied is not None
         self._family = model.family
         self._transformers_config = model.transformers_config
@@ -110,16 +111,8 @@ class TransformersStage(StageModule):
         return self._family.block(layer, hidden, context)
 
     def _context(self, hidden: torch.Tensor, lengths: Sequence[int], position_ids: torch.Tensor) -> BlockContext:
-        from transformers.masking_utils import create_causal_mask
-
         real = position_ids < torch.tensor(lengths, device=hidden.device).unsqueeze(1)  # (B, T)
-        mask = create_causal_mask(
-            config=self._transformers_config,
-            inputs_embeds=hidden,  # for its shape, dtype and device
-            attention_mask=real,
-            cache=None,
-            position_ids=position_ids,
-        )
+        mask = self._family.attention_mask(self._transformers_config, hidden, real, position_ids)
         angles = None if self.rotary is None else self.rotary(hidden, position_ids=position_ids)
         return BlockContext(mask, position_ids, angles)
 
@@ -128,9 +121,16 @@ class TransformersStage(StageModule):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         assert batch.labels is not None
+        if self.labels_are_classes:  # transformers' own takes the mean here, which divides the same sum by the same number
+            return nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
         # With a number of items transformers sums and divides; dividing by one changes no bit.
         loss: torch.Tensor = ForCausalLMLoss(logits, batch.labels, self._vocab_size, num_items_in_batch=1)
         return loss
+
+    def num_correct(self, logits: torch.Tensor, batch: Batch) -> int | None:
+        """See `StageModule.num_correct`."""
+        assert batch.labels is not None
+        return int((logits.argmax(-1) == batch.labels).sum()) if self.labels_are_classes else None
 
     def named_checkpoint_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `StageModule.named_checkpoint_parameters`."""
@@ -149,7 +149,7 @@ class TransformersStage(StageModule):
 
 
 class TransformersModel(Model):
-    """A causal language model of transformers, known by its configuration.
+    """A model of transformers, known by its configuration.
 
     Args:
         family: the plugin for the configuration's model_type.
@@ -175,7 +175,7 @@ class TransformersModel(Model):
         self.hash = config_hash
         self.weights = weights
         self.paths = family.layer_paths(transformers_config)
-        self._whole = whole_on_meta(transformers_config)
+        self._whole = whole_on_meta(transformers_config, family.task)
         parameters = self._parameters_by_layer()
         is_tied = self._whole.get_parameter(family.projection) is self._whole.get_parameter(family.embedding)
         names = [name for layer in parameters for name, _ in layer]
@@ -205,7 +205,7 @@ class TransformersModel(Model):
         if weights is None:
             self._randomize(module, seed)
         else:
-            self._copy_weights(module, weights)
+            self._copy_weights(module, weights, seed)
 
     def share_tied_storage(self, first: StageModule, last: StageModule) -> None:
         """See `Model.share_tied_storage`."""
@@ -266,14 +266,20 @@ class TransformersModel(Model):
             if bool(parameter.isnan().any()):
                 raise ConfigError(f"transformers has no rule for random weights of {self.paths[index][0]}: {name}")
 
-    def _copy_weights(self, module: TransformersStage, weights: Mapping[str, torch.Tensor]) -> None:
+    def _copy_weights(self, module: TransformersStage, weights: Mapping[str, torch.Tensor], seed: int) -> None:
         tied, faults = self.plan.tied, []
+        if module.is_last and any(name not in weights for name in self.plan.new_in_task):
+            layer = module.layers[-1]
+            assert isinstance(layer, nn.ModuleList)
+            self._randomize_layer(layer, module.shard.end_layer - 1, seed)  # what the checkpoint has replaces it below
         for name, parameter in module.named_checkpoint_parameters():
             if tied is not None and name == tied.alias:
                 if module.tied_alias_shares_storage:
                     continue
                 name = tied.name  # noqa: PLW2901 - the checkpoint has it once
             if name not in weights:
+                if name in self.plan.new_in_task:
+                    continue
                 faults.append(f"{name} is missing")
                 continue
             tensor = weights[name]
@@ -289,13 +295,18 @@ class TransformersModel(Model):
             )
 
 
-def whole_on_meta(transformers_config: TransformersConfig) -> Any:  # noqa: ANN401 - transformers' model
-    """Transformers' own model of a configuration, in fp32 and without memory. Raises ConfigError for one it cannot build."""
-    from transformers import AutoModelForCausalLM
+def auto_class(task: str) -> Any:  # noqa: ANN401 - transformers' factory
+    """What opens a whole model of a task in plain transformers."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    return AutoModelForSequenceClassification if task == CLASSIFICATION else AutoModelForCausalLM
+
+
+def whole_on_meta(transformers_config: TransformersConfig, task: str) -> Any:  # noqa: ANN401 - transformers' model
+    """Transformers' own model of a configuration, in fp32 and without memory. Raises ConfigError for one it cannot build."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(transformers_config, dtype=torch.float32)
+            return auto_class(task).from_config(transformers_config, dtype=torch.float32)
     except Exception as e:  # transformers raises many kinds for values that do not fit together
         reason = f"{type(e).__name__}: {' '.join(str(e).split())}"
         raise ConfigError(f"transformers cannot build this {transformers_config.model_type} model: {reason}") from e

@@ -2,7 +2,8 @@
 
     layer 0      embedding             token ids -> hidden states
     layer 1..n   transformer blocks    hidden states -> hidden states
-    layer n+1    head                  final norm + output projection: hidden states -> logits (-> loss)
+    layer n+1    head                  final norm + output projection: hidden states -> logits (-> loss);
+                                       for classification pooler + classifier: one row of logits a sample
 
 A family (`gpt2`, `llama`, ...) says how transformers' own modules make up that list and which checkpoint names each layer
 owns.
@@ -27,13 +28,18 @@ import torch
 from pipecomp.models._checkpoint import CheckpointReader
 from pipecomp.types import Shard
 
+CAUSAL_LM = "causal-lm"
+CLASSIFICATION = "sequence-classification"
+"""The tasks: predict each next token, or one class for each sample."""
+
 
 class Batch(NamedTuple):
     """One microbatch as every stage sees it, padded on the right to its longest sample."""
 
     lengths: tuple[int, ...]  # real tokens of each sample; B = len(lengths), T = max(lengths)
     input_ids: torch.Tensor | None  # (B, T) int64, only where the embedding is
-    labels: torch.Tensor | None  # (B, T) int64, -100 where no loss, only where the head is; shifted by the loss itself
+    labels: torch.Tensor | None
+    """Only where the head is, int64: (B, T), -100 where no loss, shifted by the loss itself; or (B,) classes."""
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
@@ -74,6 +80,13 @@ class ModelPlan(msgspec.Struct, frozen=True):
     layers: tuple[LayerSpec, ...]
     parameters: tuple[ParameterSpec, ...]  # in layer order; a tied weight stands once, in its first layer
     tied: TiedWeight | None
+    task: str = CAUSAL_LM
+
+    @property
+    def new_in_task(self) -> frozenset[str]:
+        """Parameters that a checkpoint of another task lacks, so that they start at random: a classifier's head."""
+        head = len(self.layers) - 1
+        return frozenset(p.name for p in self.parameters if self.task == CLASSIFICATION and p.layer == head)
 
 
 class StageModule(torch.nn.Module, abc.ABC):
@@ -83,6 +96,7 @@ class StageModule(torch.nn.Module, abc.ABC):
     is_first: bool  # holds the embedding
     is_last: bool  # holds the head
     tied_alias_shares_storage: bool  # the head's copy of a tied weight is the embedding's memory: step the embedding's only
+    labels_are_classes: bool = False  # one label for each sample, not for each token
 
     @abc.abstractmethod
     def forward_layers(self, hidden: torch.Tensor | None, batch: Batch, *, seeds: LayerSeeds | None) -> torch.Tensor:
@@ -94,16 +108,21 @@ class StageModule(torch.nn.Module, abc.ABC):
             seeds: seed of each layer's dropout; None in evaluation (dropout off).
 
         Returns:
-            (B, T, H) hidden states, or (B, T, vocab) logits where the shard ends with the head.
+            (B, T, H) hidden states; where the shard ends with the head (B, T, vocab) logits, or (B, classes) ones.
         """
 
     @abc.abstractmethod
     def loss_sum(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Sum (not mean) of the token losses, fp32 scalar with graph; `labels` are shifted here as transformers does.
+        """Sum (not mean) of the losses of tokens or classes, fp32 scalar with graph; token labels are shifted here as
+        transformers does.
 
         `(loss_sum(logits, batch) / num_tokens).backward()`, with `num_tokens` an int over the whole batch of microbatches,
         gives the bits of `model(..., labels=labels, num_items_in_batch=num_tokens).loss.backward()`.
         """
+
+    def num_correct(self, logits: torch.Tensor, batch: Batch) -> int | None:
+        """How many samples have their largest logit at their class; None where labels are tokens."""
+        return None
 
     @abc.abstractmethod
     def named_checkpoint_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -150,7 +169,8 @@ class Model(abc.ABC):
         random. Tensors are asked for one at a time, in the order of `checkpoint_names`, and copied.
 
         Random weights of a layer depend on (seed, layer) only, so every split gives the same numbers. A tied weight is
-        the same at both ends. Raises ConfigError naming each missing or misshapen tensor.
+        the same at both ends. Of `plan.new_in_task`, what `weights` lacks is random too. Raises ConfigError naming each
+        other tensor that is missing, and each misshapen one.
         """
 
     @abc.abstractmethod

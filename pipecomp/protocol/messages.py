@@ -143,12 +143,12 @@ class SampleRef(msgspec.Struct, frozen=True, array_like=True):
 
 class StepPlan(_Message, frozen=True, kw_only=True):
     """One optimizer step. Buffers: `input_ids` and `labels` (int32, little-endian, samples joined without padding, in order
-    of microbatches) where the receiving worker needs them."""
+    of microbatches) where the receiving worker needs them. A classifier's labels are one for each sample: its class."""
 
     epoch: int
     step: int  # never repeats, aborted steps included
     learning_rate: float
-    num_targets: int  # label tokens of the whole batch, after the shift; the loss is divided by it
+    num_targets: int  # label tokens of the whole batch, after the shift, or classes; the loss is divided by it
     microbatches: tuple[tuple[SampleRef, ...], ...]
     has_input_ids: bool
     has_labels: bool
@@ -225,6 +225,7 @@ class Evaluated(_Message, frozen=True, kw_only=True):
     epoch: int
     evaluation: int
     loss_sums: tuple[float, ...]
+    num_correct: tuple[int, ...] = ()  # samples classified rightly, beside each loss sum; empty where labels are tokens
     traffic: tuple[Traffic, ...]
 
 

@@ -14,12 +14,15 @@ from pipecomp.protocol.messages import EvaluationPlan, SampleRef, StepPlan
 _IGNORED = -100
 
 
-def make_batches(plan: StepPlan | EvaluationPlan, buffers: Sequence[memoryview]) -> list[Batch]:
+def make_batches(
+    plan: StepPlan | EvaluationPlan, buffers: Sequence[memoryview], *, labels_are_classes: bool
+) -> list[Batch]:
     """Pad each microbatch to its own longest sample.
 
     Args:
         plan: sample lengths by microbatch.
         buffers: `input_ids` and then `labels`, int32 little-endian, those of the two that the plan says it has.
+        labels_are_classes: one label for each sample, not for each token.
 
     Raises:
         RemoteProtocolError: a buffer's length is not that of the samples.
@@ -27,25 +30,31 @@ def make_batches(plan: StepPlan | EvaluationPlan, buffers: Sequence[memoryview])
     remaining = list(buffers)
     num_tokens = sum(ref.length for refs in plan.microbatches for ref in refs)
     ids = _take(remaining, "input_ids", num_tokens) if plan.has_input_ids else None
-    labels = _take(remaining, "labels", num_tokens) if plan.has_labels else None
-    batches, start = [], 0
+    num_labels = sum(map(len, plan.microbatches)) if labels_are_classes else num_tokens
+    labels = _take(remaining, "labels", num_labels) if plan.has_labels else None
+    batches, start, first = [], 0, 0
     for refs in plan.microbatches:
         lengths = tuple(ref.length for ref in refs)
         batches.append(
             Batch(
                 lengths,
                 None if ids is None else _padded(ids[start:], lengths, 0),
-                None if labels is None else _padded(labels[start:], lengths, _IGNORED),
+                None
+                if labels is None
+                else torch.from_numpy(labels[first : first + len(refs)].astype(np.int64))
+                if labels_are_classes
+                else _padded(labels[start:], lengths, _IGNORED),
             )
         )
         start += sum(lengths)
+        first += len(refs)
     return batches
 
 
-def _take(buffers: list[memoryview], name: str, num_tokens: int) -> np.ndarray:
-    if not buffers or len(buffers[0]) != 4 * num_tokens:
+def _take(buffers: list[memoryview], name: str, num_values: int) -> np.ndarray:
+    if not buffers or len(buffers[0]) != 4 * num_values:
         got = len(buffers[0]) if buffers else "no"
-        raise RemoteProtocolError(f"{name} needs {4 * num_tokens} bytes for {num_tokens} tokens, got {got}")
+        raise RemoteProtocolError(f"{name} needs {4 * num_values} bytes for {num_values} values, got {got}")
     return np.frombuffer(buffers.pop(0), dtype="<i4")
 
 

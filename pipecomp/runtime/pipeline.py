@@ -26,7 +26,7 @@ from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.optimizer import ShardOptimizer
-from pipecomp.runtime.stage import StageRuntime
+from pipecomp.runtime.stage import ForwardResult, StageRuntime
 from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
 from pipecomp.schedules.base import Action, ActionKind, Schedule
 from pipecomp.types import Kind, Rank, StageIndex
@@ -52,6 +52,13 @@ class PreparedStep(NamedTuple):
 
     loss_sums: tuple[float, ...]  # one a microbatch, from the head's stage
     layer_norms: tuple[LayerNorms, ...]
+
+
+class EvaluationSums(NamedTuple):
+    """What one evaluation plan gives, one number a microbatch, from the head's stage."""
+
+    loss_sums: tuple[float, ...]
+    num_correct: tuple[int, ...]  # samples classified rightly; empty where labels are tokens
 
 
 class StepRefused(CodecError):
@@ -96,6 +103,7 @@ class Pipeline:
         self.compute = compute
         self.threads = threads
         self._refused: asyncio.Future[None] | None = None
+        self._labels_are_classes = any(s.runtime.module.labels_are_classes for s in stages)
 
     # ------------------------------------------------------------ a step
 
@@ -110,7 +118,7 @@ class Pipeline:
         order = [ref.sample_id for refs in plan.microbatches for ref in refs]
         for coder in self._coders():
             coder.prefetch(order)
-        return await self._until_refused(self._run_actions(plan, make_batches(plan, buffers)))
+        return await self._until_refused(self._run_actions(plan, self._batches(plan, buffers)))
 
     async def _until_refused(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or StepRefused once a channel cannot encode: who waits for its output would wait forever."""
@@ -151,8 +159,8 @@ class Pipeline:
         self._finish(step)
         self._note("waiting for the next step", step)
 
-    async def evaluate(self, plan: EvaluationPlan, buffers: Sequence[memoryview]) -> tuple[float, ...]:
-        """Forward only, without dropout; no message, weight or gradient is touched. Loss sums where the head is.
+    async def evaluate(self, plan: EvaluationPlan, buffers: Sequence[memoryview]) -> EvaluationSums:
+        """Forward only, without dropout; no message, weight or gradient is touched. Sums where the head is.
 
         Raises:
             CodecError: values that are not finite, or too large for the codec; nothing is to be aborted.
@@ -160,17 +168,17 @@ class Pipeline:
         """
         check_refs(plan.microbatches)
         try:
-            return await self._until_refused(self._evaluate_all(plan, make_batches(plan, buffers)))
+            return await self._until_refused(self._evaluate_all(plan, self._batches(plan, buffers)))
         except StepRefused as refused:
             raise CodecError(f"the model cannot be evaluated: {refused.__cause__}") from refused
 
-    async def _evaluate_all(self, plan: EvaluationPlan, batches: list[Batch]) -> tuple[float, ...]:
-        loss_sums: list[float] = []
+    async def _evaluate_all(self, plan: EvaluationPlan, batches: list[Batch]) -> EvaluationSums:
+        results: list[ForwardResult] = []
         inputs = self._start_decoding(plan.evaluation, plan.microbatches, evaluation=True)
         try:
             for action in self._actions(len(batches)):
                 if action.kind is ActionKind.FORWARD:
-                    await self._evaluate_one(plan, action, batches[action.microbatch], inputs, loss_sums)
+                    await self._evaluate_one(plan, action, batches[action.microbatch], inputs, results)
             for stage in self.stages.values():
                 if stage.evaluation_out is not None:
                     await stage.evaluation_out.encoded()
@@ -180,7 +188,10 @@ class Pipeline:
             if stage.evaluation_in is not None:
                 stage.evaluation_in.inbox.finish(Kind.EVALUATION, plan.evaluation)
         self._note("waiting for the next step", self.activity.step)
-        return tuple(loss_sums)
+        return EvaluationSums(
+            tuple(r.loss_sum for r in results if r.loss_sum is not None),
+            tuple(r.num_correct for r in results if r.num_correct is not None),
+        )
 
     def refuse(self, stage: int, step: int, error: CodecError) -> None:
         """A channel could not encode; ends the running step or evaluation."""
@@ -264,14 +275,13 @@ class Pipeline:
         action: Action,
         batch: Batch,
         inputs: dict[Action, asyncio.Task[torch.Tensor]],
-        losses: list[float],
+        results: list[ForwardResult],
     ) -> None:
         stage = self.stages[action.stage]
         hidden = await self._input(action, inputs, self.activity.step)
         self._note(f"evaluation of microbatch {action.microbatch} on stage {action.stage}", self.activity.step)
         result = await self.compute.run(stage.runtime.evaluate, batch, hidden)
-        if result.loss_sum is not None:
-            losses.append(result.loss_sum)
+        results.append(result._replace(hidden=None))
         if stage.evaluation_out is not None:
             assert result.hidden is not None
             refs = plan.microbatches[action.microbatch]
@@ -288,6 +298,9 @@ class Pipeline:
             await self.compute.run(add_tied_gradients, *self._tied)
 
     # ------------------------------------------------------------ inputs and outputs
+
+    def _batches(self, plan: StepPlan | EvaluationPlan, buffers: Sequence[memoryview]) -> list[Batch]:
+        return make_batches(plan, buffers, labels_are_classes=self._labels_are_classes)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
         return self._schedule.actions(self._ranks, num_microbatches)[self._rank]

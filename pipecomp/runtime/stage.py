@@ -21,7 +21,8 @@ class ForwardResult(NamedTuple):
     """`hidden` for the next stage, or the loss where the stage ends with the head."""
 
     hidden: torch.Tensor | None  # (B, T, H) fp32, no graph
-    loss_sum: float | None  # sum of token losses of the microbatch
+    loss_sum: float | None  # sum of the losses of the microbatch's tokens or classes
+    num_correct: int | None = None  # samples of an evaluation that are classified rightly; None where labels are tokens
 
 
 class _Kept(NamedTuple):
@@ -52,7 +53,7 @@ class StageRuntime:
             step, microbatch: also the dropout's seed.
             batch: lengths, and ids or labels where this stage needs them.
             hidden: (B, T, H) fp32 as received; None where the stage starts with the embedding.
-            num_targets: label tokens of the whole batch; the loss that is differentiated is divided by it.
+            num_targets: label tokens (or classes) of the whole batch; the loss that is differentiated is divided by it.
         """
         if microbatch in self._kept:
             raise LocalProtocolError(f"forward of microbatch {microbatch} runs twice in step {step}")
@@ -91,7 +92,8 @@ class StageRuntime:
         with torch.no_grad():
             output = self.module.forward_layers(hidden, batch, seeds=None)
             if self.module.is_last:
-                return ForwardResult(None, float(self.module.loss_sum(output, batch)))
+                loss_sum = float(self.module.loss_sum(output, batch))
+                return ForwardResult(None, loss_sum, self.module.num_correct(output, batch))
             return ForwardResult(output, None)
 
     def forget(self) -> None:

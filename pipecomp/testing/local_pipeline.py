@@ -18,14 +18,14 @@ import torch
 
 from pipecomp.config import RunConfig
 from pipecomp.models import model_from_config
-from pipecomp.models.base import StageModule
+from pipecomp.models.base import CLASSIFICATION, StageModule
 from pipecomp.partition import StagePlan, plan_stages
 from pipecomp.protocol.messages import Assignment, EvaluationPlan, SampleRef, StageAddress, StepPlan
 from pipecomp.runtime.assembly import Engine, PipelineMaker, build_modules, connect
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.link import LinkHub
-from pipecomp.runtime.pipeline import Pipeline
+from pipecomp.runtime.pipeline import EvaluationSums, Pipeline
 from pipecomp.runtime.stores import StoreHome, message_budget
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
@@ -40,7 +40,7 @@ class LocalSample(NamedTuple):
 
     sample_id: int
     input_ids: Sequence[int]
-    labels: Sequence[int]  # -100 where no loss; not shifted
+    labels: Sequence[int]  # -100 where no loss, not shifted; for classification one: the class
 
 
 class StepOutcome(NamedTuple):
@@ -48,6 +48,13 @@ class StepOutcome(NamedTuple):
 
     loss: float
     gradient_norm: float
+
+
+class Evaluation(NamedTuple):
+    """What the coordinator would know after an evaluation."""
+
+    loss: float
+    accuracy: float | None  # of a classifier
 
 
 Microbatches = Sequence[Sequence[LocalSample]]
@@ -146,8 +153,8 @@ class LocalPipeline:
             )
         return StepOutcome(loss, norm)
 
-    async def evaluate(self, microbatches: Microbatches) -> float:
-        """Mean token loss without dropout."""
+    async def evaluate(self, microbatches: Microbatches) -> Evaluation:
+        """Mean loss without dropout, and of a classifier its accuracy."""
         self._evaluation += 1
         refs, buffers = _refs_and_buffers(microbatches)
         plan = EvaluationPlan(
@@ -158,9 +165,17 @@ class LocalPipeline:
             has_labels=True,
             buffer_nbytes=tuple(map(len, buffers)),
         )
-        sums = await self._all(rank.evaluate(plan, buffers) for rank in self.ranks)
-        total: float = sum(s for loss_sums in sums for s in loss_sums)
-        return total / _num_targets(microbatches)
+        sums = await self.run_evaluation(plan, buffers)
+        loss = sum(sums.loss_sums) / self._num_targets(microbatches)
+        return Evaluation(loss, sum(sums.num_correct) / sum(map(len, refs)) if sums.num_correct else None)
+
+    async def run_evaluation(self, plan: EvaluationPlan, buffers: list[memoryview]) -> EvaluationSums:
+        """The same for a plan as a coordinator makes it, for assignment epoch 1, with all token buffers."""
+        self._evaluation = plan.evaluation
+        found = await self._all(rank.evaluate(plan, buffers) for rank in self.ranks)
+        return EvaluationSums(
+            tuple(s for sums in found for s in sums.loss_sums), tuple(n for sums in found for n in sums.num_correct)
+        )
 
     def digests(self) -> list[tuple[dict[SampleId, tuple[int, int]], dict[SampleId, tuple[int, int]]]]:
         """For each forward link, what its sender and what its receiver remember (law 2)."""
@@ -253,7 +268,7 @@ class LocalPipeline:
             epoch=_EPOCH,
             step=self._step,
             learning_rate=learning_rate,
-            num_targets=_num_targets(microbatches),
+            num_targets=self._num_targets(microbatches),
             microbatches=refs,
             has_input_ids=True,
             has_labels=True,
@@ -261,13 +276,14 @@ class LocalPipeline:
         )
         return plan, buffers
 
+    def _num_targets(self, microbatches: Microbatches) -> int:
+        if self.model.plan.task == CLASSIFICATION:
+            return sum(map(len, microbatches))
+        return max(1, sum(label != -100 for samples in microbatches for s in samples for label in s.labels[1:]))
+
 
 def _refs_and_buffers(microbatches: Microbatches) -> tuple[tuple[tuple[SampleRef, ...], ...], list[memoryview]]:
     refs = tuple(tuple(SampleRef(s.sample_id, len(s.input_ids)) for s in samples) for samples in microbatches)
     samples = [s for samples in microbatches for s in samples]
     columns = ([s.input_ids for s in samples], [s.labels for s in samples])
     return refs, [memoryview(np.concatenate([np.asarray(x, "<i4") for x in c]).tobytes()) for c in columns]
-
-
-def _num_targets(microbatches: Microbatches) -> int:
-    return max(1, sum(label != -100 for samples in microbatches for s in samples for label in s.labels[1:]))

@@ -160,6 +160,7 @@ def _steps() -> tuple[Message, ...]:
             epoch=1, evaluation=0, microbatches=_REFS[1:], has_input_ids=True, has_labels=False, buffer_nbytes=(4,)
         ),
         Evaluated(epoch=1, evaluation=0, loss_sums=(3.25,), traffic=_TRAFFIC),
+        Evaluated(epoch=1, evaluation=1, loss_sums=(3.25, 0.5), num_correct=(2, 0), traffic=()),
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipecomp.models import model_from_config
-from pipecomp.models.base import Batch, LayerSeeds, Model, StageModule
+from pipecomp.models import auto_class, model_from_config
+from pipecomp.models.base import CLASSIFICATION, Batch, LayerSeeds, Model, StageModule
 from pipecomp.partition import shards_from_counts
 from pipecomp.types import Shard
 
@@ -35,7 +35,7 @@ class CountingSeeds(LayerSeeds):
 class Result(NamedTuple):
     """What one microbatch gives."""
 
-    logits: torch.Tensor  # of real positions only, (sum of lengths, vocab)
+    logits: torch.Tensor  # of real positions only, (sum of lengths, vocab); or (B, classes)
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]  # by Hugging Face name, a tied weight's two apart
 
@@ -189,11 +189,14 @@ ALL_CHECKS: tuple[Callable[[Config], None], ...] = (
 
 
 def make_batch(model: Model, lengths: Sequence[int]) -> Batch:
-    """Token ids from a fixed formula, the first third of each sample without loss, zeros at padding."""
+    """Token ids from a fixed formula, zeros at padding. Labels: the ids but for the first third of each sample, or classes."""
     rows, columns = len(lengths), max(lengths)
     positions = torch.arange(columns).unsqueeze(0)
     real = positions < torch.tensor(lengths).unsqueeze(1)
     ids = torch.arange(rows * columns).reshape(rows, columns).mul(31).add(7).remainder(model.plan.vocab_size)
+    if model.plan.task == CLASSIFICATION:
+        classes = torch.arange(rows).mul(5).add(1).remainder(len(model.config["id2label"]))
+        return Batch(tuple(lengths), ids * real, classes)
     prompt = positions < torch.tensor(lengths).unsqueeze(1) // 3
     return Batch(tuple(lengths), ids * real, torch.where(real & ~prompt, ids, _IGNORED))
 
@@ -223,24 +226,24 @@ def run_split(
                 received = (outgoing[-1].detach() * real).requires_grad_(outgoing[-1].requires_grad)
             incoming.append(received)
             outgoing.append(stage.forward_layers(received, batch, seeds=seeds))
-        loss = stages[-1].loss_sum(outgoing[-1], batch) / _NUM_TOKENS
+        loss = stages[-1].loss_sum(outgoing[-1], batch) / _num_targets(model, batch)
         loss.backward()
         for received, sent in zip(incoming[:0:-1], outgoing[-2::-1], strict=True):
             assert received is not None
             if received.grad is not None:
                 sent.backward(received.grad * real)
         gradients = {name: p.grad for stage in stages for name, p in stage.named_checkpoint_parameters()}
-        return Result(outgoing[-1].detach()[_real(batch)], loss.detach(), gradients)
+        return Result(_real_logits(outgoing[-1], batch), loss.detach(), gradients)
 
 
 def run_whole(model: Model, batch: Batch, *, seed: int = 1) -> Result:
     """The same by plain transformers: its own model, attention mask, labels and loss."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with _one_thread():
         values = {key: value for key, value in model.config.items() if key != "model_type"}
         config = type(AutoConfig.for_model(model.config["model_type"])).from_dict(values)
-        whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        whole: Any = auto_class(model.plan.task).from_config(config, dtype=torch.float32).eval()
         whole.load_state_dict(_parameters(_build(model, [_whole_shard(model)], seed=seed)))
         tied = model.plan.tied
         if tied is not None:  # one memory, two gradients
@@ -249,11 +252,20 @@ def run_whole(model: Model, batch: Batch, *, seed: int = 1) -> Result:
             input_ids=batch.input_ids,
             attention_mask=_real(batch).long(),
             labels=batch.labels,
-            num_items_in_batch=_NUM_TOKENS,
+            num_items_in_batch=_num_targets(model, batch),
         )
         output.loss.backward()
         gradients = {name: p.grad for name, p in whole.named_parameters()}
-        return Result(output.logits.detach()[_real(batch)], output.loss.detach(), gradients)
+        return Result(_real_logits(output.logits, batch), output.loss.detach(), gradients)
+
+
+def _num_targets(model: Model, batch: Batch) -> int:
+    """What the loss is divided by. A classifier of transformers always takes the mean over the samples it is given."""
+    return len(batch.lengths) if model.plan.task == CLASSIFICATION else _NUM_TOKENS
+
+
+def _real_logits(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return logits.detach()[_real(batch)] if logits.dim() == 3 else logits.detach()
 
 
 _NUM_TOKENS = 37  # of the whole batch that the microbatch is taken to be a part of; no power of two, so that division rounds

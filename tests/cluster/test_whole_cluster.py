@@ -152,6 +152,56 @@ async def test_a_trained_model_opens_in_plain_transformers_with_the_loss_of_the_
     assert plain_loss(tmp_path / "model", config) == pytest.approx(summary["eval_loss"], rel=1e-6)
 
 
+BERT = {
+    "model_type": "bert", "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+    "max_position_embeddings": 32, "vocab_size": 1024, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+async def test_a_trained_classifier_opens_in_plain_transformers_with_the_loss_and_accuracy_of_the_summary(
+    tmp_path: Path,
+) -> None:
+    rows = [{"text": f"{word} {n}", "kind": kind} for n in range(12) for kind, word in (("praise", "good"), ("blame", "bad"))]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "texts.jsonl"), "label_column": "kind", "tokenizer": str(EXAMPLES / "demo-gpt2")}
+    config = make_config(
+        tmp_path,
+        model={"name": "", "config": BERT, "task": "sequence-classification"},
+        data={**data, "packing": False, "max_train_samples": None, "max_eval_samples": 7},
+        train={"num_train_epochs": 8, "learning_rate": 1e-2},
+        cluster={"num_stages": 3},
+    )
+    cluster = Cluster(config)
+    finish, summary = await cluster.run()
+    assert finish.exit_code == 0, finish.cause
+    assert summary["eval_loss"] < summary["initial_eval_loss"]
+    loss, accuracy = plain_classifier(tmp_path / "model", config)
+    assert loss == pytest.approx(summary["eval_loss"], rel=1e-6)
+    assert accuracy == summary["eval_accuracy"] == summary["evaluations"][-1]["accuracy"]
+    assert f"accuracy {accuracy:.4f}, after 40 steps (7 samples)" in cluster.output.getvalue()
+
+
+def plain_classifier(folder: Path, config: RunConfig) -> tuple[float, float]:
+    """Held-out loss and accuracy of the saved folder in plain transformers, from the names of its classes."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.label2id == {"blame": 0, "praise": 1}
+    batches = prepare_run(config, None).batches
+    plan, (ids, _) = batches.evaluation_plan(epoch=1, evaluation=1, part=0, wanted=Wanted(True, True))
+    lengths = [ref.length for refs in plan.microbatches for ref in refs]
+    texts = tokenizer.batch_decode(np.split(np.frombuffer(ids, "<i4"), np.cumsum(lengths)[:-1]))
+    loss_sum, num_correct = 0.0, 0
+    for text in texts:
+        label = "praise" if text.startswith("good") else "blame"
+        with torch.no_grad():
+            out = model(**tokenizer(text, return_tensors="pt"), labels=torch.tensor([model.config.label2id[label]]))
+        loss_sum += float(out.loss)
+        num_correct += model.config.id2label[int(out.logits.argmax())] == label
+    return loss_sum / len(texts), num_correct / len(texts)
+
+
 async def test_every_kind_of_traffic_is_in_the_summary_and_none_is_left_out(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     cluster = Cluster(config)

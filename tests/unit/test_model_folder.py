@@ -13,7 +13,7 @@ import torch
 from pipecomp import registry
 from pipecomp.config import ModelConfig
 from pipecomp.errors import ConfigError
-from pipecomp.models import ModelFolderWriter, model_from_config, open_model, save_folder
+from pipecomp.models import ModelFolderWriter, auto_class, model_from_config, open_model, save_folder
 from pipecomp.models.base import Batch
 from pipecomp.types import Shard
 
@@ -49,11 +49,11 @@ def save(folder: Path, model: Any, *cuts: int, extra_files: tuple[Path, ...] = (
 def test_plain_transformers_opens_it_with_equal_logits(
     family: str, tied: bool, cuts: tuple[int, ...], tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = tiny_model(family, tied=tied)
     save(tmp_path / "saved", model, *cuts)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    opened = auto_class(model.plan.task).from_pretrained(tmp_path / "saved").eval()
+    for parameter in opened.parameters():  # out of the mapped file: a product with one row has other bits where it is not aligned
+        parameter.data = parameter.data.clone()
     ids = torch.arange(12).reshape(1, 12)
     (stage,) = built(model)
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from pipecomp import registry
 from pipecomp.config import ModelConfig
 from pipecomp.errors import ConfigError
-from pipecomp.models import CheckpointReader, model_from_config, open_model, tokenizer_files
+from pipecomp.models import CheckpointReader, auto_class, model_from_config, open_model, tokenizer_files, with_classes
 from pipecomp.types import Shard
 
 FAMILIES = registry.names("pipecomp.models")
@@ -26,11 +26,12 @@ def tiny(family: str, **changes: object) -> dict[str, Any]:
 
 def saved_by_transformers(folder: Path, config: dict[str, Any], **options: Any) -> Any:
     """Plain transformers writes a random model into a folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     values = {key: value for key, value in config.items() if key != "model_type"}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values))
+    task = registry.load("pipecomp.models", config["model_type"]).task
+    model = auto_class(task).from_config(AutoConfig.for_model(config["model_type"], **values))
     model.save_pretrained(folder, **options)
     return model
 
@@ -117,6 +118,85 @@ def test_a_checkpoint_without_the_base_models_prefix_is_read(tmp_path: Path) -> 
     assert torch.equal(loaded["transformer.h.2.ln_1.weight"], saved.transformer.h[2].ln_1.weight)
 
 
+CLASSIFIER = {"classifier.weight", "classifier.bias"}
+
+
+def test_an_encoders_checkpoint_gives_everything_but_the_classifier_which_the_seed_gives(tmp_path: Path) -> None:
+    """As all-MiniLM-L6-v2 is stored: no prefix, no classifier."""
+    from transformers import BertConfig, BertModel
+
+    values = {key: value for key, value in tiny("bert", num_labels=4).items() if key != "model_type"}
+    encoder = BertModel(BertConfig(**values))
+    encoder.save_pretrained(tmp_path)
+    model = open_model(ModelConfig(name=str(tmp_path)))
+    assert model.weights is not None
+    assert {p.name for p in model.plan.parameters if p.name not in model.weights} == CLASSIFIER
+    loaded = whole(model)
+    assert {name.removeprefix("bert.") for name in loaded.keys() - CLASSIFIER} == set(dict(encoder.named_parameters()))
+    for name, tensor in encoder.named_parameters():
+        assert torch.equal(loaded[f"bert.{name}"], tensor), name
+    drawn = [classifier(model, seed) for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert float(drawn[0].std()) == pytest.approx(0.02, rel=0.3)  # by transformers' rule
+
+
+def classifier(model: Any, seed: int) -> torch.Tensor:
+    """Drawn in a shard of the head alone."""
+    stage = model.build(Shard(4, 5))
+    model.initialize(stage, model.weights, seed=seed)
+    return dict(stage.named_checkpoint_parameters())["classifier.weight"].detach()
+
+
+def test_a_missing_parameter_outside_the_head_is_still_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved_by_transformers(tmp_path, tiny("bert"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["bert.encoder.layer.1.output.dense.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"bert.encoder.layer.1.output.dense.weight is missing"):
+        whole(open_model(ModelConfig(name=str(tmp_path))))
+
+
+def test_layer_norms_under_tensorflows_names_are_found(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    saved = saved_by_transformers(tmp_path, tiny("bert"))
+    torch.nn.init.normal_(saved.bert.encoder.layer[2].output.LayerNorm.weight)
+    changed = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {}
+    for name, tensor in saved.state_dict().items():
+        tail = ".".join(name.split(".")[-2:])
+        tensors[name.removesuffix(tail) + changed.get(tail, tail)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = whole(open_model(ModelConfig(name=str(tmp_path))))
+    assert all(torch.equal(loaded[name], p) for name, p in saved.named_parameters())
+
+
+def test_classes_change_the_head_and_the_configuration_alone(tmp_path: Path) -> None:
+    saved_by_transformers(tmp_path, tiny("bert", num_labels=2))
+    source = ModelConfig(name=str(tmp_path), freeze=("bert.embeddings.*",))
+    two, three = open_model(source), with_classes(open_model(source), source, ("a", "b", "c"))
+    assert three.config["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    assert three.config["label2id"] == {"a": 0, "b": 1, "c": 2}
+    assert three.hash != two.hash
+    changed = [(p, q) for p, q in zip(two.plan.parameters, three.plan.parameters, strict=True) if p != q]
+    assert [(p.name, p.shape, q.shape) for p, q in changed] == [
+        ("classifier.weight", (2, 32), (3, 32)),
+        ("classifier.bias", (2,), (3,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"is_decoder": True}, "is a decoder"), ({"position_embedding_type": "relative_key"}, "only 'absolute'")],
+)
+def test_a_bert_of_another_layout_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        model_from_config(tiny("bert", **change))
+
+
 def test_a_tied_weight_stored_under_the_heads_name_is_found(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -190,7 +270,7 @@ def test_a_folder_without_weights_is_refused_unless_random_ones_are_asked_for(co
 
 def test_an_unsupported_family_is_refused_with_those_there_are(copied: Path) -> None:
     edit_config(copied, lambda values: values.update(model_type="bloom"))
-    with pytest.raises(ConfigError, match=r"'bloom' is not supported; supported: gpt2, llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match=r"'bloom' is not supported; supported: bert, gpt2, llama, mistral, qwen2, qwen3"):
         open_model(ModelConfig(name=str(copied)))
 
 

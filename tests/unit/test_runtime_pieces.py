@@ -69,7 +69,8 @@ def buffers(*arrays: list[int]) -> list[memoryview]:
 
 
 def test_samples_are_padded_to_the_longest_of_their_own_microbatch() -> None:
-    batches = make_batches(plan([[1, 3], [2]]), buffers([1, 2, 3, 4, 5, 6], [1, -100, 3, 4, 5, 6]))
+    tokens = buffers([1, 2, 3, 4, 5, 6], [1, -100, 3, 4, 5, 6])
+    batches = make_batches(plan([[1, 3], [2]]), tokens, labels_are_classes=False)
     assert [b.lengths for b in batches] == [(1, 3), (2,)]
     assert batches[0].input_ids is not None
     assert batches[0].input_ids.tolist() == [[1, 0, 0], [2, 3, 4]]
@@ -80,8 +81,15 @@ def test_samples_are_padded_to_the_longest_of_their_own_microbatch() -> None:
 
 
 def test_token_buffers_of_another_size_than_the_plan_are_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="labels needs 8 bytes for 2 tokens, got 4"):
-        make_batches(plan([[2]]), buffers([1, 2], [1]))
+    with pytest.raises(RemoteProtocolError, match="labels needs 8 bytes for 2 values, got 4"):
+        make_batches(plan([[2]]), buffers([1, 2], [1]), labels_are_classes=False)
+
+
+def test_classes_are_one_label_a_sample() -> None:
+    batches = make_batches(plan([[1, 3], [2]]), buffers([1, 2, 3, 4, 5, 6], [2, 0, 1]), labels_are_classes=True)
+    assert [b.labels.tolist() for b in batches if b.labels is not None] == [[2, 0], [1]]
+    with pytest.raises(RemoteProtocolError, match="labels needs 12 bytes for 3 values, got 24"):
+        make_batches(plan([[1, 3], [2]]), buffers([1] * 6, [1] * 6), labels_are_classes=True)
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,14 @@ class Script:
     def aborted(self, worker: int, step: int) -> list[e.Effect]:
         return self.say(worker, m.Aborted(epoch=EPOCH, step=step))
 
-    def evaluated(self, worker: int, number: int, loss: float = 10.0) -> list[e.Effect]:
-        losses = (loss,) if worker == self.num_workers - 1 else ()
-        return self.say(worker, m.Evaluated(epoch=EPOCH, evaluation=number, loss_sums=losses, traffic=()))
+    def evaluated(
+        self, worker: int, number: int, loss: float = 10.0, num_correct: tuple[int, ...] = ()
+    ) -> list[e.Effect]:
+        """`num_correct`: from a classifier's head, one number for the one loss."""
+        is_head = worker == self.num_workers - 1
+        losses, correct = ((loss,), num_correct) if is_head else ((), ())
+        message = m.Evaluated(epoch=EPOCH, evaluation=number, loss_sums=losses, num_correct=correct, traffic=())
+        return self.say(worker, message)
 
     def take_step(self, step: int) -> list[e.Effect]:
         """Everyone prepares and commits; the effects of the last Committed."""

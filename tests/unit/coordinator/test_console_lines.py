@@ -46,6 +46,10 @@ def test_only_every_nth_step_and_the_last_are_shown():
         (e.WorkerTurnedAway("w0", "too old"), "refused: too old"),
         (e.StepAborted(3, "NaN"), "step 3 aborted: NaN"),
         (e.EvaluationEnded(5, 1.25, e.BatchSize(8, 80, 70), 0.1), "held-out loss 1.2500 after 5 steps (8 samples)"),
+        (
+            e.EvaluationEnded(5, 1.25, e.BatchSize(8, 80, 8), 0.1, accuracy=0.625),
+            "held-out loss 1.2500, accuracy 0.6250, after 5 steps (8 samples)",
+        ),
         (e.ModelStored("out"), "model saved to out"),
         (e.PhaseEntered("training"), ""),
         (e.StopNoted(), "stopping after the step under way; Ctrl-C again stops at once and saves nothing"),

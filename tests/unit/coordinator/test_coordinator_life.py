@@ -141,6 +141,33 @@ def test_the_last_commit_is_followed_by_no_plan(make_script):
     assert script.prepared(1, 1) == to_all(commit(1))
 
 
+def test_the_accuracy_of_an_evaluation_is_over_the_samples_of_all_its_parts(make_script):
+    script = make_script(evaluations=2)  # of two samples each
+    script.ready()
+    script.evaluated(0, 1)
+    script.evaluated(1, 1, num_correct=(2,))
+    script.evaluated(0, 2)
+    script.evaluated(1, 2, num_correct=(1,))
+    (ended,) = [record for record in script.log if isinstance(record, e.EvaluationEnded)]
+    assert ended.accuracy == 3 / 4
+
+
+def test_a_count_of_right_classes_without_its_loss_ends_the_run(make_script):
+    script = make_script(evaluations=1)
+    script.ready()
+    cause = script.cause(script.evaluated(1, 1, num_correct=(1, 1)))
+    assert "said Evaluated for plan 1 with 2 counts of right classes beside 1 losses" in cause
+
+
+def test_an_evaluation_of_tokens_has_no_accuracy(make_script):
+    script = make_script(evaluations=1)
+    script.ready()
+    script.evaluated(0, 1)
+    script.evaluated(1, 1)
+    (ended,) = [record for record in script.log if isinstance(record, e.EvaluationEnded)]
+    assert ended.accuracy is None
+
+
 def test_the_traffic_of_an_evaluation_is_reported_with_it(make_script):
     """A run may end with an evaluation, and no step reports it then."""
     script = make_script(evaluations=1)

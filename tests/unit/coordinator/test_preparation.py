@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from coordinator.batches import Wanted
 from coordinator.preparation import prepare_run
 from coordinator.saving import check_folder
 from pipecomp.config import RunConfig, parse_run_config
 from pipecomp.errors import ConfigError
+from pipecomp.models import open_model
 from pipecomp.protocol import messages as m
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -118,6 +122,75 @@ def test_weights_of_another_shape_than_the_configuration_are_refused_at_once(tmp
     AutoConfig.for_model(**{**GPT2, "n_positions": 64}).save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"transformer.wpe.weight is \(32, 8\), the model needs \(64, 8\)"):
         prepare_run(make_config(model={"name": str(tmp_path / "model"), "config": None}), tmp_path)
+
+
+BERT = {
+    "model_type": "bert", "num_hidden_layers": 3, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2,
+    "max_position_embeddings": 32, "vocab_size": 1024,
+}  # fmt: skip
+
+
+def make_classifier(folder: Path, labels: str | list[int], **sections: dict[str, object]) -> RunConfig:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
+    model = {"config": BERT, "task": "sequence-classification", **sections.pop("model", {})}
+    data = {"train": str(path), "max_train_samples": None, **sections.pop("data", {})}
+    return make_config(model=model, data=data, **sections)
+
+
+def save_encoder(folder: Path, *, classes: tuple[str, ...] = ()) -> dict[str, object]:
+    """A checkpoint of the encoder alone, or with a classifier; what a run file says of it."""
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    names = {"id2label": dict(enumerate(classes)), "label2id": {c: n for n, c in enumerate(classes)}} if classes else {}
+    make = AutoModelForSequenceClassification if classes else AutoModel
+    make.from_config(AutoConfig.for_model(**BERT, **names)).save_pretrained(folder)
+    return {"name": str(folder), "config": None}
+
+
+def test_a_classifier_gets_the_classes_of_its_data(tmp_path):
+    run = prepare_run(make_classifier(tmp_path, "bacabcabca"), None)
+    assert run.model.config["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    assert {p.name: p.shape for p in run.model.plan.parameters}["classifier.weight"] == (3, 8)
+    assert (run.num_samples, run.num_held_out) == (6, 4)
+    assert run.terms.batch_size(1).targets == run.terms.batch_size(1).samples == 4
+    assert run.notes == ("classes: a, b, c",)
+
+
+def test_a_classifier_that_the_weights_lack_is_told_and_not_sent(tmp_path):
+    model = save_encoder(tmp_path / "encoder")
+    config = make_classifier(tmp_path, "abababab", model=model)
+    run = prepare_run(config, None)
+    assert run.notes[0] == f"not in the weights of {model['name']}, so random from train.seed: classifier.weight, classifier.bias"
+    sent = [entry.name for rank in range(2) for entry in run.assignment("r", 1, rank, joins(2), 0).tensors]
+    assert {p.name for p in run.model.plan.parameters} - set(sent) == {"classifier.weight", "classifier.bias"}
+    assert run.terms.model_hash == open_model(config.model).hash, "a worker's own folder knows no classes of the data"
+    with pytest.raises(ConfigError, match=r"model.freeze keeps classifier.bias as it is, but the weights lack it"):
+        prepare_run(make_classifier(tmp_path, "abababab", model={**model, "freeze": ["classifier.bias"]}), None)
+
+
+def test_a_trained_classifier_keeps_its_order_of_classes(tmp_path):
+    model = save_encoder(tmp_path / "trained", classes=("b", "c", "a"))
+    run = prepare_run(make_classifier(tmp_path, "abababab", model=model), None)
+    assert list(run.model.config["id2label"].values()) == ["b", "c", "a"]
+    plan, buffers = run.batches.step_plan(epoch=1, step=1, learning_rate=1.0, wanted=Wanted(input_ids=False, labels=True))
+    assert set(np.frombuffer(buffers[0], "<i4").tolist()) <= {0, 2}
+    assert len(buffers[0]) == 4 * sum(map(len, plan.microbatches))
+    assert "classifier.weight" in run.entries
+
+
+@pytest.mark.parametrize(
+    ("labels", "sections", "complaint"),
+    [
+        ("abab", {"model": {"task": "causal-lm"}}, "model.task = 'causal-lm': bert models are trained for sequence"),
+        ("abab", {"model": {"config": GPT2}}, "'sequence-classification': gpt2 models are trained for causal-lm only; set"),
+        ("aaab", {"data": {"max_train_samples": 2, "max_eval_samples": 0}}, "the first samples of .* are all of one class"),
+        ("aaaa", {}, "all records have the same label"),
+    ],
+)
+def test_a_classifier_that_could_not_learn_is_refused(tmp_path, labels, sections, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        prepare_run(make_classifier(tmp_path, labels, **sections), None)
 
 
 def test_a_disk_without_room_for_the_model_is_refused_before_training(tmp_path, monkeypatch):

@@ -115,6 +115,25 @@ def test_losses_times_and_speed():
     assert (summary["steps"], summary["samples"], summary["tokens"]) == (3, 12, 120)
 
 
+def test_a_classifiers_accuracy_stands_beside_its_loss():
+    ledger = Ledger()
+    ledger.take(e.EvaluationEnded(0, 0.7, e.BatchSize(8, 80, 8), 0.1, accuracy=0.5))
+    ledger.take(committed(1))
+    ledger.take(e.EvaluationEnded(1, 0.6, e.BatchSize(8, 80, 8), 0.1, accuracy=0.75))
+    summary = summarize(ledger)
+    assert (summary["initial_eval_accuracy"], summary["eval_accuracy"]) == (0.5, 0.75)
+    assert [one["accuracy"] for one in summary["evaluations"]] == [0.5, 0.75]
+    assert "accuracy          0.7500 (before training 0.5000)" in format_summary(summary)
+
+
+def test_without_a_classifier_there_is_no_accuracy():
+    ledger = Ledger()
+    ledger.take(e.EvaluationEnded(0, 5.0, e.BatchSize(3, 30, 20), 0.1))
+    summary = summarize(ledger)
+    assert summary["eval_accuracy"] is None
+    assert "accuracy" not in format_summary(summary)
+
+
 def test_a_batch_with_nothing_to_predict_does_not_count_in_the_mean_loss():
     ledger = Ledger()
     ledger.take(committed(1, loss=5.0))
