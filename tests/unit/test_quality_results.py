@@ -1,14 +1,18 @@
-"""What the figures of `pipecomp bench quality` come to, on made-up figures."""
+"""What the figures of `pipecomp bench quality` come to, on made-up figures; its document is made from its file."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from pipecomp.experiments import quality_bars
+from pipecomp.experiments import quality_bars, quality_tables
 from pipecomp.experiments.quality_cells import BITS, WORKLOADS, Cell, Workload, cells, cost, run_config
+from pipecomp.experiments.quality_plot import draw_quality
 
+ROOT = Path(__file__).parents[2]
 A = Workload("a", "made up", {}, ((1, 3), (3, 3), (10, 1)), tuple(BITS), 1.0)
 C = Workload("c", "made up", {}, ((3, 1),), ("fw3bw6",), 1.0)
 LOSS = {"untrained": 9.0, "fp32": 4.0, "direct": 6.0, "acsgd-whole": 4.2, "acsgd": 4.4}
@@ -145,3 +149,47 @@ def test_runs_are_ordered_by_epochs_and_none_comes_twice() -> None:
     order = list(cells(a))
     assert len(set(order)) == len(order)
     assert [cell.epochs for cell in order] == sorted(cell.epochs for cell in order)
+
+
+# ---------------------------------------------------------------------------------------------------- document and plot
+
+
+def test_the_document_is_the_results() -> None:
+    text = (ROOT / quality_tables.DOCUMENT).read_text(encoding="utf-8")
+    assert quality_tables.filled(text, quality_tables.read(ROOT / quality_tables.RESULTS)) == text
+    for name in [*(workload.key for workload in WORKLOADS), "bars"]:
+        assert text.count(f"<!-- quality: {name} -->\n") == 1
+
+
+def test_blocks_of_the_document_are_made_anew_and_the_rest_stays() -> None:
+    sized = A._replace(
+        run={
+            "data": {"max_train_samples": 1000, "max_length": 8, "max_eval_samples": 5},
+            "train": {"learning_rate": 1e-3, "batch_size": 4},
+        }
+    )
+    made = rows(A)
+    outcome = {"rows": made, "bars": quality_bars.bars(made, [A])}
+    text = "Before\n<!-- quality: a -->\nstale\n<!-- end -->\nbetween\n<!-- quality: bars -->\n<!-- end -->\nafter\n"
+    new = quality_tables.filled(text, outcome, [sized])
+    assert "stale" not in new
+    assert "1,000 samples of 8 tokens at most, 5 held out; AdamW 0.001, batches of 4; 1 epoch with 3 seeds, " in new
+    assert "\n| 3 | acsgd | fw2bw4 | 4.4000 (4.4000 to 4.4000) | +10.00 % | 80 % | 2.00, 4.00 | 200 |\n" in new
+    assert "\n| (a), 1 epoch, fw3bw6: times fewer bytes than fp32, all kinds of traffic | 5 | 5 | yes |\n" in new
+    assert "| 10 | 1 | **no** |\n" in new
+    assert new.startswith("Before\n")
+    assert new.endswith("<!-- end -->\nafter\n")
+    assert quality_tables.filled(new, outcome, [sized]) == new
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_the_plot_has_a_panel_for_each_number_of_epochs_that_is_there(count: int | None) -> None:
+    figure = Figure()
+    draw_quality({"rows": rows(A, acsgd_fw4bw8=4.04)[:count]}, figure, [A])
+    if count == 0:
+        assert figure.axes == []
+        return
+    assert [axes.get_title() for axes in figure.axes] == ["(a) 1 ep.", "(a) 3 ep.", "(a) 10 ep."]
+    direct, _, acsgd, _ = figure.axes[1].lines
+    assert list(direct.get_ydata()) == [50.0, 50.0, 50.0]
+    assert list(acsgd.get_ydata()) == pytest.approx([10.0, 10.0, 1.0])
