@@ -165,6 +165,20 @@ def plots() -> None:
     drawings.draw_all()
 
 
+@bench.command()
+def quality(
+    json: Annotated[
+        bool, typer.Option("--json/--no-json", help="Keep every run's figures as JSON, and train only what is not there yet.")
+    ] = True,
+    only: Annotated[str | None, typer.Option(metavar="a|b|c", help="One workload; all of them when left out.")] = None,
+    jobs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Runs at a time; one a core when left out.")] = None,
+) -> None:
+    """What compression costs in trained quality, against uncompressed and directly quantized runs. Takes hours."""
+    from pipecomp.experiments import quality as experiment
+
+    experiment.run(json=json, only=only, jobs=jobs)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; a user's mistake is one line on stderr, unless PIPECOMP_DEBUG=1 asks for the traceback."""
     try:

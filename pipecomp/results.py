@@ -21,15 +21,18 @@ def result(command: str, rows: Sequence[Row], bars: Sequence[Row]) -> Row:
     return {"command": command, "date": date, "machine": machine(), "rows": list(rows), "bars": list(bars)}
 
 
-def write(path: Path, outcome: Row) -> None:
-    """One row a line, so that a later result can be compared by eye."""
+def write(path: Path, outcome: Row, *, quiet: bool = False) -> None:
+    """One row a line, so that a later result can be compared by eye. A reader sees the whole file, the old or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [
         f"{json.dumps(key)}: {_lines(value) if key in ('rows', 'bars') else json.dumps(value)}"
         for key, value in outcome.items()
     ]
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    sys.stdout.write(f"written to {path}\n")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    beside.replace(path)
+    if not quiet:
+        sys.stdout.write(f"written to {path}\n")
 
 
 def machine() -> Row:

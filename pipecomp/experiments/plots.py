@@ -68,5 +68,12 @@ def draw_convergence(result: results.Row, figure: Any) -> None:  # noqa: ANN401 
     axes.legend(title="method: fitted slope", fontsize=8)
 
 
-DRAWINGS: Final[Mapping[str, Drawing]] = {"convergence": draw_convergence}
+def draw_quality(result: results.Row, figure: Any) -> None:  # noqa: ANN401 - matplotlib has no types
+    """See `quality_plot`."""
+    from pipecomp.experiments import quality_plot
+
+    quality_plot.draw_quality(result, figure)
+
+
+DRAWINGS: Final[Mapping[str, Drawing]] = {"convergence": draw_convergence, "quality": draw_quality}
 """Result name -> what draws it."""

@@ -20,7 +20,7 @@ from pipecomp.config import RunConfig
 from pipecomp.models import model_from_config
 from pipecomp.models.base import CLASSIFICATION, StageModule
 from pipecomp.partition import StagePlan, plan_stages
-from pipecomp.protocol.messages import Assignment, EvaluationPlan, SampleRef, StageAddress, StepPlan
+from pipecomp.protocol.messages import Assignment, EvaluationPlan, SampleRef, StageAddress, StepPlan, Traffic
 from pipecomp.runtime.assembly import Engine, PipelineMaker, build_modules, connect
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
@@ -135,6 +135,11 @@ class LocalPipeline:
     async def step(self, microbatches: Microbatches, *, learning_rate: float, abort: bool = False) -> StepOutcome:
         """One optimizer step by the two-phase rule; `abort` decides against it after all ranks are prepared."""
         plan, buffers = self._step_plan(microbatches, learning_rate)
+        return await self.run_step(plan, buffers, abort=abort)
+
+    async def run_step(self, plan: StepPlan, buffers: list[memoryview], *, abort: bool = False) -> StepOutcome:
+        """The same for a plan as a coordinator makes it, for assignment epoch 1, with all token buffers."""
+        self._step = plan.step
         prepared = await self._all(rank.run_step(plan, buffers) for rank in self.ranks)
         loss = sum(s for p in prepared for s in p.loss_sums) / plan.num_targets
         norms = sorted((n for p in prepared for n in p.layer_norms), key=lambda n: n.layer)
@@ -149,7 +154,7 @@ class LocalPipeline:
             await self._all(rank.abort(plan.step) for rank in self.ranks)
         else:
             await self._all(
-                rank.commit(plan.step, learning_rate=learning_rate, clip_coefficient=clip) for rank in self.ranks
+                rank.commit(plan.step, learning_rate=plan.learning_rate, clip_coefficient=clip) for rank in self.ranks
             )
         return StepOutcome(loss, norm)
 
@@ -186,10 +191,13 @@ class LocalPipeline:
     def traffic(self) -> dict[Kind, int]:
         """Values sent so far, by kind."""
         totals = dict.fromkeys(Kind, 0)
-        for hub in self._hubs:
-            for traffic in hub.traffic():
-                totals[traffic.kind] += traffic.values
+        for traffic in self.link_traffic():
+            totals[traffic.kind] += traffic.values
         return totals
+
+    def link_traffic(self) -> tuple[Traffic, ...]:
+        """What every rank has sent so far, by link and kind."""
+        return tuple(traffic for hub in self._hubs for traffic in hub.traffic())
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Every parameter by checkpoint name, a tied weight's alias included, copied."""

@@ -20,7 +20,10 @@ from pipecomp.config import RunConfig
 from pipecomp.errors import ConfigError
 
 SECTIONS = [field.name for field in msgspec.structs.fields(RunConfig)]
-COMMANDS = ["launch RUN.toml", "coordinator RUN.toml", "worker", "bench kernels", "bench convergence", "bench plots"]
+COMMANDS = [
+    *("launch RUN.toml", "coordinator RUN.toml", "worker"),
+    *("bench kernels", "bench convergence", "bench plots", "bench quality"),
+]
 NO_DEFAULT = "–"
 
 

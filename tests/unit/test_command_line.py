@@ -45,6 +45,7 @@ def test_the_version_is_the_packages():
         ("bench kernels", {"--json"}),
         ("bench convergence", {"--json"}),
         ("bench plots", set()),
+        ("bench quality", {"--json", "--only", "--jobs"}),
     ],
 )
 def test_every_command_has_these_flags_and_no_others(command, flags):
