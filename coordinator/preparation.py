@@ -26,7 +26,7 @@ from pipecomp.models.base import CLASSIFICATION, Model
 from pipecomp.partition import StagePlan, plan_stages
 from pipecomp.protocol.messages import Assignment, Join, StageAddress, TensorEntry
 from pipecomp.runtime.rehearsal import CODED_KINDS, make_codec, make_schedule
-from pipecomp.runtime.stores import StoreHome, message_budget
+from pipecomp.runtime.stores import StoreHome, count_ends, store_settings
 from pipecomp.types import Kind, TensorSpec
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class PreparedRun(NamedTuple):
 
     def _addresses(self, joins: Sequence[Join]) -> tuple[StageAddress, ...]:
         first_trainable = min((p.layer for p in self.model.plan.parameters if p.trainable), default=len(self.model.plan.layers))
+        num_ends = count_ends(self.stage_plan.ranks)
         return tuple(
             StageAddress(
                 stage=stage,
@@ -100,13 +101,16 @@ class PreparedRun(NamedTuple):
                 worker=joins[rank].worker,
                 data_address=joins[rank].data_address,
                 needs_input_gradient=first_trainable < shard.first_layer,
-                message_nbytes=message_budget(
-                    self.config.messages,
-                    StoreHome(None, joins[rank].message_memory_nbytes, joins[rank].message_disk_nbytes),
-                ).nbytes,
+                message_nbytes=store_settings(self.config.messages, _home(joins[rank]), num_ends[rank]).capacity_nbytes,
             )
             for stage, (shard, rank) in enumerate(zip(self.stage_plan.shards, self.stage_plan.ranks, strict=True))
         )
+
+
+def _home(join: Join) -> StoreHome:
+    """Where a worker keeps messages, as far as a budget depends on it."""
+    folder = Path() if join.keeps_messages else None
+    return StoreHome(folder, join.message_memory_nbytes, join.message_disk_nbytes)
 
 
 def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:

@@ -142,6 +142,19 @@ def worker(
 
 
 @bench.command()
+def store(
+    json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="On the disk to measure. Default: where temporary files are.")
+    ] = None,
+) -> None:
+    """What it costs a step to keep messages on disk, against memory."""
+    from pipecomp.experiments import store as bench_store
+
+    bench_store.run(json=json, folder=folder)
+
+
+@bench.command()
 def kernels(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
     """Encoding and decoding speed on one thread, against copying and against torch."""
     from pipecomp.codecs import bench_kernels

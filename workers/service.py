@@ -228,6 +228,7 @@ class WorkerService:
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             message_memory_nbytes=self.options.message_memory_nbytes,
             message_disk_nbytes=self.options.message_disk_nbytes,
+            keeps_messages=self.options.store_folder is not None,
             config_hash=self.options.config_hash,
             model_hash=self._work.model_hash,
             tokenizer_hash=self._work.tokenizer_hash,

@@ -62,6 +62,7 @@ class Join(_Message, frozen=True, kw_only=True):
     memory_nbytes: int
     message_memory_nbytes: int | None = None  # what this worker gives to messages, where its user has said so
     message_disk_nbytes: int | None = None
+    keeps_messages: bool = False  # in a folder of its own, to find them again
     config_hash: str = ""
     model_hash: str = ""
     tokenizer_hash: str = ""
@@ -94,7 +95,7 @@ class StageAddress(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     data_address: str
     needs_input_gradient: bool  # some trainable parameter lies in an earlier stage
-    message_nbytes: int = 0  # what the stage's worker can keep of messages, of all its links together
+    message_nbytes: int = 0  # what the stage's worker can keep of messages, for each end of a link that it holds
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,29 +26,28 @@ class StoreHome(NamedTuple):
     disk_nbytes: int | None = None
 
 
-class Budget(NamedTuple):
-    """Bytes that one worker has for messages."""
-
-    memory_nbytes: int
-    disk_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory_nbytes + self.disk_nbytes
+def count_ends(ranks: Sequence[int]) -> Counter[int]:
+    """How many ends of links between stages each rank holds; `ranks`: of the stages in order."""
+    return Counter(rank for pair in itertools.pairwise(ranks) for rank in pair)
 
 
-def message_budget(config: MessagesConfig, home: StoreHome) -> Budget:
-    """What a worker can keep with the run's kind of store."""
+def store_settings(config: MessagesConfig, home: StoreHome, num_ends: int) -> StoreSettings:
+    """Of each end that a worker holds: an even share of its budgets."""
     memory = parse_size(config.memory_budget, "messages.memory_budget") if home.memory_nbytes is None else home.memory_nbytes
     disk = parse_size(config.disk_budget, "messages.disk_budget") if home.disk_nbytes is None else home.disk_nbytes
-    return Budget(0 if config.store == "disk" else memory, 0 if config.store == "memory" else disk)
+    return StoreSettings(
+        store=config.store,
+        dtype=config.dtype,
+        memory_nbytes=memory // max(1, num_ends),
+        disk_nbytes=disk // max(1, num_ends),
+        folder=home.folder,
+        direct=config.direct_io,
+    )
 
 
 def link_capacity_nbytes(assignment: Assignment, stage: int) -> int:
     """Bytes of messages that the link from `stage` to the next keeps at each end."""
-    ends = Counter(s.rank for pair in itertools.pairwise(assignment.stages) for s in pair)
-    here, there = assignment.stages[stage], assignment.stages[stage + 1]
-    return min(here.message_nbytes // ends[here.rank], there.message_nbytes // ends[there.rank])
+    return min(s.message_nbytes for s in assignment.stages[stage : stage + 2])
 
 
 def open_store(assignment: Assignment, config: RunConfig, home: StoreHome, *, stage: int, end: str) -> MessageBuffer:
@@ -56,20 +56,12 @@ def open_store(assignment: Assignment, config: RunConfig, home: StoreHome, *, st
     Raises:
         StoreError: its folder cannot be used, or holds another run's messages.
     """
-    num_ends = sum(s.rank == assignment.rank for pair in itertools.pairwise(assignment.stages) for s in pair)
-    budget = message_budget(config.messages, home)
-    settings = StoreSettings(
-        store=config.messages.store,
-        dtype=config.messages.dtype,
-        memory_nbytes=budget.memory_nbytes // num_ends,
-        disk_nbytes=budget.disk_nbytes // num_ends,
-        folder=home.folder,
-        direct=config.messages.direct_io,
-    )
+    num_ends = count_ends([s.rank for s in assignment.stages])[assignment.rank]
     identity = {
         "configuration": config_hash(config),
         "model": assignment.model_hash,
         "link": f"{assignment.replica}/{stage}-{stage + 1}",
         "end": end,
     }
+    settings = store_settings(config.messages, home, num_ends)
     return open_buffer(settings, identity, f"{assignment.replica}-{stage}-{end}")

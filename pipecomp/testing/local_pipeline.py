@@ -26,7 +26,7 @@ from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.link import LinkHub
 from pipecomp.runtime.pipeline import EvaluationSums, Pipeline
-from pipecomp.runtime.stores import StoreHome, message_budget
+from pipecomp.runtime.stores import StoreHome, count_ends, store_settings
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
 from pipecomp.types import Kind, SampleId, Shard, StageIndex
@@ -235,6 +235,7 @@ class LocalPipeline:
 
     def _addresses(self, addresses: Sequence[Address]) -> tuple[StageAddress, ...]:
         stages = []
+        num_ends = count_ends(self.plan.ranks)
         for index, (shard, rank) in enumerate(zip(self.plan.shards, self.plan.ranks, strict=True)):
             stages.append(
                 StageAddress(
@@ -245,7 +246,7 @@ class LocalPipeline:
                     worker=f"worker-{rank}",
                     data_address=addresses[rank],
                     needs_input_gradient=self._trains_before(shard),
-                    message_nbytes=message_budget(self.config.messages, self._home).nbytes,
+                    message_nbytes=store_settings(self.config.messages, self._home, num_ends[rank]).capacity_nbytes,
                 )
             )
         return tuple(stages)

@@ -137,7 +137,7 @@ class Ends:
     @staticmethod
     def _open(link: Link, kind: str, folder: Path, end: int) -> MessageBuffer:
         settings = StoreSettings(
-            store=kind, dtype=link.dtype, memory_nbytes=3000, disk_nbytes=2**28, folder=folder / str(end), direct=False
+            store=kind, dtype=link.dtype, memory_nbytes=6000, disk_nbytes=2**28, folder=folder / str(end), direct=False
         )  # type: ignore[arg-type]
         return open_buffer(settings, {"test": "law 2"}, "messages")
 

@@ -46,6 +46,7 @@ def test_the_version_is_the_packages():
         ("bench convergence", {"--json"}),
         ("bench plots", set()),
         ("bench quality", {"--json", "--only", "--jobs"}),
+        ("bench store", {"--json", "--folder"}),
     ],
 )
 def test_every_command_has_these_flags_and_no_others(command, flags):
