@@ -297,6 +297,21 @@ def test_a_record_of_another_session_ends_its_segment(tmp_path: Path, store: Pat
     buffer.close()
 
 
+def test_segments_under_each_other_s_names_are_not_replayed_in_the_wrong_order(tmp_path: Path) -> None:
+    buffer = opened(tmp_path / "store")
+    run_steps(buffer, range(1, 3))
+    buffer.close()
+    without_snapshots(tmp_path / "store")
+    first, second = segments(tmp_path / "store")
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    buffer = opened(tmp_path / "store")
+    assert contents(buffer) == [None, None, None]
+    assert buffer.counts().lost == 2
+    buffer.close()
+
+
 def test_another_run_s_store_is_refused_with_what_differs(store: Path) -> None:
     with pytest.raises(StoreError, match="run is 'abc' there and 'xyz' here; delete the folder or choose another"):
         DiskBuffer(FP32, store, {**IDENTITY, "run": "xyz"})
