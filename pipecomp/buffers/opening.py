@@ -51,8 +51,8 @@ class StoreSettings(NamedTuple):
 def capacity_nbytes(store: StoreKind, memory_nbytes: int, disk_nbytes: int, *, is_kept: bool) -> int:
     """What the messages of all kept samples may come to within these budgets.
 
-    On disk it is half: the rest is for versions that are dead and not reclaimed yet, for what an open step has written, for the
-    copies of a compaction, and for headers. A folder that is kept must take what is in memory too when it is closed.
+    On disk it is half: the rest is for versions that are dead and not reclaimed yet, for the copies of a compaction, for headers,
+    and for the rows of an open step, which alone may exceed it. A folder that is kept takes what is in memory too in the end.
     """
     match store:
         case "memory":

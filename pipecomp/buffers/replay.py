@@ -30,7 +30,7 @@ from pipecomp.types import SampleId, TensorSpec
 
 
 class Replayed(NamedTuple):
-    state: LogState  # only committed rows that are there to be read
+    state: LogState  # its committed rows are there to be read; its open steps end when a session begins
     segments: dict[int, int]  # bytes of each
     num_lost: int  # rows that are known to be gone, and stretches that cannot be read
     last_number: int  # highest number that any file has or any row names
@@ -48,8 +48,6 @@ def replay(folder: StoreFolder, dtype_code: int) -> Replayed:
         if segments[number] > start:
             num_lost += not _Scan(folder.segment(number), number, segments[number], dtype_code).run(state, start)
             was_scanned = True
-    for step in list(state.pending):
-        state.abort(step)
     gone = [row for row in state.rows.values() if not _is_there(row, segments)]
     for row in gone:
         state.forget(row)

@@ -33,6 +33,7 @@ from pipecomp.buffers.records import (
     encode_snapshot,
     marker,
     padding,
+    record_nbytes,
 )
 from pipecomp.errors import StoreError
 from pipecomp.types import SampleId
@@ -205,16 +206,21 @@ class SegmentLog:
             self._reclaim(self._choose(only_while_dead=True, count=_NUM_VICTIMS), needs_snapshot=is_due)
 
     def _make_room(self, nbytes: int, budget_nbytes: int) -> None:
-        """Compact until `nbytes` more and a compaction's own copies fit; raises StoreError if they cannot."""
+        """Compact until `nbytes` more and a compaction's own copies fit. Rows of open steps may exceed the budget until they end,
+        since nothing else could make room for them. Raises StoreError where committed ones would."""
         reserve = self._segment_nbytes
         while self.nbytes + nbytes + reserve > budget_nbytes:
             victims = self._choose(only_while_dead=False, count=1)
             if not victims:
                 break
             self._reclaim(victims, needs_snapshot=True)
-        if self.nbytes + nbytes > budget_nbytes:
+        if self.nbytes + nbytes <= budget_nbytes:
+            return
+        pending = sum(record_nbytes(row.nbytes) for rows in self.state.pending.values() for row in rows.values())
+        taken = self.nbytes - pending
+        if taken > budget_nbytes:
             raise StoreError(
-                f"message store {self._folder.path}: {self.nbytes} bytes of {budget_nbytes} are taken by messages still needed; "
+                f"message store {self._folder.path}: {taken} bytes of {budget_nbytes} are taken by messages still needed; "
                 "allow it more disk or keep fewer samples"
             )
 

@@ -68,7 +68,7 @@ class TieredBuffer(MessageBuffer):
             self._disk.commit(step)  # first, since it can fail
             self._memory.commit(step)
             claims, dropped = self._forget_step(step)
-            for sample_id in dropped - claims.keys():
+            for sample_id in dropped:
                 self._in_memory_nbytes -= self._in_memory.pop(sample_id, 0)
             for sample_id, nbytes in claims.items():
                 self._in_memory_nbytes -= self._in_memory.pop(sample_id, 0)

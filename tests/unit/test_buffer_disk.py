@@ -398,11 +398,24 @@ def test_the_files_stay_within_their_budget(tmp_path: Path) -> None:
     buffer.close()
 
 
+def test_a_step_that_visits_every_sample_fits(tmp_path: Path) -> None:
+    budget = 60 * RECORD
+    buffer = DiskBuffer(FP32, tmp_path / "store", {}, limits=DiskLimits(disk_nbytes=budget))
+    for step in range(1, 20):
+        run_steps(buffer, range(step, step + 1), range(30))
+        buffer.flush()
+        assert buffer.counts().disk_nbytes <= budget + 30 * RECORD
+    for sample in range(30):
+        check(buffer, sample, 19)
+    buffer.close()
+
+
 def test_more_messages_than_the_budget_are_refused_with_what_to_do(tmp_path: Path) -> None:
     buffer = DiskBuffer(FP32, tmp_path / "store", {}, limits=DiskLimits(disk_nbytes=20 * RECORD))
 
     def fill() -> None:
-        run_steps(buffer, range(1, 2), range(30))
+        for step in range(1, 31):
+            run_steps(buffer, range(step, step + 1), range(step, step + 1))
         buffer.flush()
 
     with pytest.raises(StoreError, match="are taken by messages still needed; allow it more disk or keep fewer samples"):

@@ -282,6 +282,36 @@ def test_a_step_of_an_earlier_session_cannot_be_committed_by_a_later_one(tmp_pat
     buffer.close()
 
 
+def test_a_record_of_another_session_ends_its_segment(tmp_path: Path, store: Path) -> None:
+    buffer = opened(tmp_path / "other")
+    buffer.stage(1, SampleId(0), values(1, 0))
+    buffer.close()
+    without_snapshots(tmp_path / "other")
+    (segment,) = segments(tmp_path / "other")
+    foreign_commit = segments(store)[0].read_bytes()[-HEADER_NBYTES:]
+    with segment.open("ab") as file:
+        file.write(foreign_commit)
+    buffer = opened(tmp_path / "other")
+    assert contents(buffer) == [None, None, None]
+    assert buffer.counts().lost == 1
+    buffer.close()
+
+
+def test_segments_under_each_other_s_names_are_not_replayed_in_the_wrong_order(tmp_path: Path) -> None:
+    buffer = opened(tmp_path / "store")
+    run_steps(buffer, range(1, 3))
+    buffer.close()
+    without_snapshots(tmp_path / "store")
+    first, second = segments(tmp_path / "store")
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    buffer = opened(tmp_path / "store")
+    assert contents(buffer) == [None, None, None]
+    assert buffer.counts().lost == 2
+    buffer.close()
+
+
 def test_another_run_s_store_is_refused_with_what_differs(store: Path) -> None:
     with pytest.raises(StoreError, match="run is 'abc' there and 'xyz' here; delete the folder or choose another"):
         DiskBuffer(FP32, store, {**IDENTITY, "run": "xyz"})
