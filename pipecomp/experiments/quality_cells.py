@@ -99,6 +99,25 @@ WORKLOADS = (
         epoch_s=8,
     ),
     Workload(
+        key="b",
+        title="MiniLM learning to tell good reviews from bad ones, 3 stages",
+        run={
+            "model": {"name": "examples/cache/minilm", "task": "sequence-classification"},
+            "data": {
+                "train": "examples/cache/reviews.jsonl",
+                "max_length": 64,
+                "max_train_samples": 512,
+                "max_eval_samples": 2000,
+            },
+            "train": {"batch_size": 32, "num_microbatches": 4, "learning_rate": 1e-4, "warmup_ratio": 0.1},
+            "cluster": {"num_stages": 3},
+        },
+        grid=((3, 3),),
+        bits=("fw2bw4", "fw3bw6", "fw4bw8"),
+        epoch_s=30,
+        needs="minilm reviews",
+    ),
+    Workload(
         key="c",
         title="SmolLM2-135M on medical abstracts, 4 stages",
         run={

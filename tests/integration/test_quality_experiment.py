@@ -103,6 +103,23 @@ async def test_first_and_later_visits_are_told_apart() -> None:
     assert 3 * bits["forward"] == pytest.approx(32 + 2 * bits["forward, later visits"], abs=1e-3)
 
 
+async def test_a_classifier_has_an_accuracy_over_all_held_out_samples(tmp_path: Path) -> None:
+    texts = tmp_path / "reviews.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"number {i}", "label": i % 2}) + "\n" for i in range(12)))
+    bert = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "intermediate_size": 16, "max_position_embeddings": 8}  # fmt: skip
+    run = {
+        **RUN,
+        "model": {"config": bert, "weights": "random", "task": "sequence-classification"},
+        "data": {**RUN["data"], "train": str(texts), "packing": False, "max_eval_samples": 5},
+    }
+    config = run_config(tiny(run), Cell("a", ACSGD, "fw2bw4", 1, 0))
+    figures = await train_cell(config)
+    assert figures["num_held_out"] == 5
+    assert figures["accuracy"] in [count / 5 for count in range(6)]
+    assert 0.5 < figures["held_out_loss"] < 1.0
+
+
 def test_cells_that_are_there_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "quality.json"
     first = Trained(monkeypatch, stop_at=3)
