@@ -24,6 +24,8 @@ BITS: Mapping[str, tuple[int, int]] = {"fw2bw4": (2, 4), "fw3bw6": (3, 6), "fw4b
 _TRAINING_VERSION = 1
 """Goes up when the same settings would train to other figures; every cell is then trained again."""
 
+_CLUSTER_KEYS = ("num_stages", "num_replicas", "schedule", "num_in_flight", "layers", "tied_weights")
+
 
 class Workload(NamedTuple):
     """A model, its data and how it is trained; the methods differ in nothing but [compression]."""
@@ -195,8 +197,12 @@ def described_codecs(config: RunConfig) -> dict[str, str]:
 
 
 def settings_hash(config: RunConfig, codecs: Mapping[str, str]) -> str:
-    """Equal hashes train to equal figures: of every key of the run, every codec's work, and the files that are read."""
+    """Equal hashes train to equal figures: of every key of the run, every codec's work, and the files that are read.
+
+    Of [cluster] only what can change a figure: links, heartbeats and budgets change no number, and new keys come there most.
+    """
     resolved = msgspec.to_builtins(config)
+    resolved["cluster"] = {key: resolved["cluster"][key] for key in _CLUSTER_KEYS}
     described = [_TRAINING_VERSION, resolved, dict(codecs), [_digest(path) for path in _files(config)]]
     return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 

@@ -172,6 +172,16 @@ def test_a_codec_that_does_something_else_under_the_same_name_has_other_settings
     assert settings_hash(config, described_codecs(config)) != before
 
 
+def test_what_cannot_change_a_figure_changes_no_settings() -> None:
+    def hashed(**keys: Any) -> str:
+        workload = tiny({**RUN, "cluster": {"num_stages": 2, **keys}})
+        return settings_hash(run_config(workload, Cell("a", FP32, "", 1, 0)), {})
+
+    assert hashed(heartbeat_timeout_s=9.0) == hashed(link_rate="1mbit") == hashed()
+    assert hashed(num_stages=3) != hashed()
+    assert hashed(layers=(1, 2)) != hashed()
+
+
 def test_changed_text_has_other_settings(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     hashes = []
