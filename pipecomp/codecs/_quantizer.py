@@ -1,4 +1,4 @@
-"""The options `bits`, `group`, `scale`, `rounding`, and the buffer they make: scales, then codes. Knows arrays and kernels.
+"""The options that `uniform` and `delta` share, and the buffer they make: scales, then codes. Knows arrays and kernels.
 
 buffer = [ one scale for each group | packed codes ]        both at any byte, sizes from `native.ops`
 """
@@ -16,7 +16,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.native import ops
 from pipecomp.types import TensorSpec
 
-OPTIONS = ("bits", "group", "scale", "rounding")
+OPTIONS = ("bits", "group", "scale", "rounding", "fit", "rotation")
 DEFAULT_GROUP = 64
 MAX_GROUP = 1 << 20
 
@@ -28,24 +28,43 @@ class Quantizer(NamedTuple):
     group: int | None  # None: one scale for each row of the sample
     scale: ops.Scale
     rounding: ops.Rounding
+    fit: ops.Fit
+    rotation: ops.Rotation
 
     @classmethod
     def from_options(cls, codec: str, options: Mapping[str, object]) -> Self:
-        """Read the four options; the other keys are the caller's. Raises ConfigError naming the option."""
+        """Read these options; the other keys are the caller's. Raises ConfigError naming the option."""
         group = options.get("group", DEFAULT_GROUP)
         if isinstance(group, bool) or not (group == "row" or (isinstance(group, int) and 1 <= group <= MAX_GROUP)):
             raise ConfigError(f"codec {codec!r}: group = {group!r} is not possible; use a number of values or 'row'")
-        return cls(
+        chosen = cls(
             bits=integer(codec, options, "bits", 1, 8, None),
             group=cast("int", group) if group != "row" else None,
             scale=cast("ops.Scale", choice(codec, options, "scale", get_args(ops.Scale), "bf16")),
             rounding=cast("ops.Rounding", choice(codec, options, "rounding", get_args(ops.Rounding), "nearest")),
+            fit=cast("ops.Fit", choice(codec, options, "fit", get_args(ops.Fit), "extreme")),
+            rotation=cast("ops.Rotation", choice(codec, options, "rotation", get_args(ops.Rotation), "none")),
         )
+        chosen._check(codec)
+        return chosen
+
+    def _check(self, codec: str) -> None:
+        """What the kernels do not do together, told in the words of a run file."""
+        if self.fit == "least_error" and self.rounding == "stochastic":
+            raise ConfigError(
+                f"codec {codec!r}: fit = 'least_error' clips, so rounding = 'stochastic' would not be unbiased; "
+                "use fit = 'extreme'"
+            )
+        if self.rotation == "hadamard" and self.group not in ops.ROTATED_GROUPS:
+            raise ConfigError(
+                f"codec {codec!r}: group = {self.group or 'row'!r} cannot be rotated; "
+                f"use one of: {', '.join(map(str, ops.ROTATED_GROUPS))}"
+            )
 
     def layout(self, spec: TensorSpec) -> ops.Layout:
         """Of the kernels, for a sample of this shape."""
         group = max(spec.num_columns, 1) if self.group is None else self.group
-        return ops.Layout(self.bits, group, self.scale, self.rounding)
+        return ops.Layout(self.bits, group, self.scale, self.rounding, self.fit, self.rotation)
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Exact size of the buffer."""
@@ -88,4 +107,6 @@ class Quantizer(NamedTuple):
         parts = [str(self.bits), f"/{'row' if self.group is None else f'g{self.group}'}"]
         parts += [f"/{self.scale}"] if self.scale != "bf16" else []
         parts += [f"/{self.rounding}"] if self.rounding != "nearest" else []
+        parts += [f"/{self.fit}"] if self.fit != "extreme" else []
+        parts += [f"/{self.rotation}"] if self.rotation != "none" else []
         return "".join(parts)

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipecomp.native.ops import (
+    OCTAVES,
     PLANES,
+    SIGNS,
     ByteArray,
     FloatArray,
     Layout,
@@ -36,9 +38,11 @@ def encode(
         differences = values if message_in is None else values - message_in
     if not np.isfinite(differences).all():
         return False
-    steps = _steps(differences, layout)
+    top = _top(differences, layout)
+    differences = rotate(differences, layout)
+    steps = _steps(differences, layout, top)
     split = scales_nbytes(values.size, layout)
-    payload[:split] = pack_scales(steps, layout.scale)
+    payload[:split] = pack_scales(steps, layout.scale, top)
     step = np.repeat(steps, layout.group)[: values.size]
     with np.errstate(divide="ignore"):
         inverse = np.where(step != 0, np.float32(1) / step, np.float32(0))
@@ -58,9 +62,10 @@ def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: Floa
     split = scales_nbytes(out.size, layout)
     codes = payload[split:]
     steps = unpack_scales(payload[:split], layout.scale)
-    in_range = (np.abs(steps) >= grid(layout).smallest) & (np.abs(steps) <= grid(layout).largest)
+    with np.errstate(invalid="ignore"):
+        in_range = (np.abs(steps) >= grid(layout).smallest) & (np.abs(steps) <= grid(layout).largest)
     zero = steps.view(np.uint32) == 0
-    if not (in_range | zero).all():
+    if not (in_range | zero).all() or (layout.scale == "e4m3" and payload[0] == 255):
         return False
     unpacked = unpack(codes, out.size, layout)
     if not np.array_equal(pack(unpacked, layout), codes):
@@ -80,9 +85,55 @@ def squared_norms(
     return float(error @ error), float(change @ change), float(wide @ wide)
 
 
-def _steps(differences: FloatArray, layout: Layout) -> FloatArray:
+def rotate(differences: FloatArray, layout: Layout) -> FloatArray:
+    """H (signs * differences) / g for each whole group, by butterflies from neighbours outwards; the rest as it is."""
+    if layout.rotation == "none":
+        return differences
+    whole = differences.size - differences.size % layout.group
+    rows = differences[:whole].reshape(-1, layout.group) * _signs(layout) * np.float32(1 / layout.group)
+    return np.concatenate([_butterflies(rows).reshape(-1), differences[whole:]])
+
+
+def unrotate(change: FloatArray, layout: Layout) -> FloatArray:
+    """Signs * (H change): H is its own inverse, but for a factor of g."""
+    if layout.rotation == "none":
+        return change
+    whole = change.size - change.size % layout.group
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows = _butterflies(change[:whole].reshape(-1, layout.group)) * _signs(layout)
+    return np.concatenate([rows.reshape(-1), change[whole:]])
+
+
+def _butterflies(rows: FloatArray) -> FloatArray:
+    """Sum and difference of values 1 apart, of those 2 apart, 4 apart, ..."""
+    apart = 1
+    while apart < rows.shape[1]:
+        pairs = rows.reshape(rows.shape[0], -1, 2, apart)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        rows = np.stack([first + second, first - second], axis=2).reshape(rows.shape)
+        apart *= 2
+    return rows
+
+
+def _signs(layout: Layout) -> FloatArray:
+    return np.array(SIGNS[: layout.group], np.float32)
+
+
+def _top(differences: FloatArray, layout: Layout) -> int:
+    """Biased exponent of a bound on all steps, which e4m3 scales are relative to; 0 if no step can be sent."""
+    constants = grid(layout)
+    with np.errstate(over="ignore"):
+        bound = np.abs(differences).max() * max(constants.near_factor, constants.far_factor)
+    bound = min(bound, constants.largest)
+    if bound < constants.smallest:
+        return 0
+    rounded = _round_to_scale(np.array([bound]), "e4m3", up=constants.rounds_up)
+    return int(rounded.view(np.uint32)[0] >> 23)
+
+
+def _steps(differences: FloatArray, layout: Layout, top: int) -> FloatArray:
     """One signed step a group, already rounded to the scale's dtype: exactly the number that the decoder reads."""
-    _, centre, near_factor, far_factor, smallest, largest = grid(layout)
+    _, centre, near_factor, far_factor, smallest, largest, rounds_up, num_candidates = grid(layout)
     starts = np.arange(0, differences.size, layout.group)
     above = np.maximum.reduceat(np.maximum(differences, np.float32(0)), starts)
     below = np.maximum.reduceat(np.maximum(-differences, np.float32(0)), starts)
@@ -90,9 +141,59 @@ def _steps(differences: FloatArray, layout: Layout) -> FloatArray:
     with np.errstate(over="ignore"):
         step = np.maximum(near * near_factor, far * far_factor)
     step = np.minimum(step, largest)
-    step = np.where(step < smallest, np.float32(0), step)
-    step = _round_to_scale(step, layout.scale, up=layout.rounding == "stochastic")
-    return np.where((above > below) & (centre == 0) & (step > 0), -step, step)
+
+    def rounded(step: FloatArray) -> FloatArray:
+        step = np.where(step < smallest, np.float32(0), step)
+        step = _round_to_scale(step, layout.scale, up=rounds_up)
+        if layout.scale == "e4m3":
+            step = np.where((step.view(np.uint32) >> np.uint32(20)).astype(np.int64) > _lowest(top), step, np.float32(0))
+        return np.where((above > below) & (centre == 0) & (step > 0), -step, step)
+
+    best = first = rounded(step)
+    if num_candidates > 1:
+        inverse = _inverse(first)
+        least = _squared_error(differences, first, layout)
+        eighth = np.uint32(1 << 20)  # of the octave that the step is in, as the bits of a float32 count
+        for index in range(1, num_candidates):
+            pattern = np.abs(first).view(np.uint32)
+            tried = rounded(np.where(pattern > index * eighth, pattern - index * eighth, np.uint32(0)).view(np.float32))
+            ratio = tried * inverse
+            error = _squared_error(differences, tried, layout) * (ratio * ratio)
+            is_better = (error < least) & (tried != 0)
+            best, least = np.where(is_better, tried, best), np.where(is_better, error, least)
+    return best
+
+
+def _inverse(step: FloatArray) -> FloatArray:
+    with np.errstate(divide="ignore"):
+        return np.where(step != 0, np.float32(1) / step, np.float32(0))
+
+
+def _squared_error(differences: FloatArray, steps: FloatArray, layout: Layout) -> FloatArray:
+    """(num_groups,) squared error in units of the step squared: 16 sums of every 16th value, folded in halves."""
+    half = np.float32(grid(layout).half)
+    step = np.repeat(steps, layout.group)[: differences.size]
+    with np.errstate(over="ignore"):  # where steps are held under the largest; infinite errors are equally bad
+        exact = differences * _inverse(step)
+        level = np.trunc(np.clip(exact + (half + np.float32(0.5)), np.float32(0), np.float32(2**layout.bits - 1))) - half
+        squares = (exact - level) * (exact - level)
+    width = -(-layout.group // 16) * 16
+    sums = np.zeros((steps.size, 16), np.float32)
+    padded = np.zeros((steps.size, width), np.float32)
+    for row, start in zip(padded, range(0, differences.size, layout.group), strict=True):
+        row[: min(layout.group, differences.size - start)] = squares[start : start + layout.group]
+    with np.errstate(over="ignore"):
+        for start in range(0, width, 16):
+            sums += padded[:, start : start + 16]
+        while sums.shape[1] > 1:
+            middle = sums.shape[1] // 2
+            sums = sums[:, :middle] + sums[:, middle:]
+    return sums[:, 0]
+
+
+def _lowest(top: int) -> int:
+    """Upper 12 bits of a float32 that an e4m3 scale counts from."""
+    return (top + 1 - OCTAVES) * 8
 
 
 def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
@@ -106,16 +207,17 @@ def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
             with np.errstate(over="ignore"):
                 rounded = np.where(below, np.nextafter(rounded, np.float16(np.inf)), rounded)
         return rounded.astype(np.float32)
-    bits = step.view(np.uint32)
-    carry = np.uint32(0xFFFF) if up else np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + carry) & np.uint32(0xFFFF0000)).view(np.float32)
+    bits, drop = step.view(np.uint32), np.uint32(20 if scale == "e4m3" else 16)
+    rest = (np.uint32(1) << drop) - np.uint32(1)
+    carry = rest if up else (rest >> np.uint32(1)) + ((bits >> drop) & np.uint32(1))
+    return ((bits + carry) & ~rest).view(np.float32)
 
 
 def _reconstruct(
     unpacked: npt.NDArray[np.uint8], step: FloatArray, layout: Layout, message_in: FloatArray | None
 ) -> FloatArray:
     level = unpacked.astype(np.float32) + np.float32(grid(layout).centre - grid(layout).half)
-    change = level * step
+    change = unrotate(level * step, layout)
     with np.errstate(over="ignore"):  # within half a step of the largest float32; refused at the next visit
         return change if message_in is None else message_in + change
 
@@ -132,8 +234,12 @@ def uniform(seed: int, num_values: int) -> FloatArray:
     return (mixed >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def pack_scales(steps: FloatArray, scale: Scale) -> ByteArray:
-    """(num_groups,) fp32 that the dtype holds exactly -> little-endian bytes."""
+def pack_scales(steps: FloatArray, scale: Scale, top: int = 0) -> ByteArray:
+    """(num_groups,) fp32 that the dtype holds exactly -> little-endian bytes. `top`: what e4m3 scales are relative to."""
+    if scale == "e4m3":
+        patterns = (np.abs(steps).view(np.uint32) >> np.uint32(20)).astype(np.int64)
+        places = np.where(steps != 0, patterns - _lowest(top) + 128 * (steps < 0), 0)
+        return np.concatenate([[top], places]).astype(np.uint8)
     if scale == "fp32":
         return steps.astype("<f4").view(np.uint8)
     if scale == "fp16":
@@ -142,7 +248,14 @@ def pack_scales(steps: FloatArray, scale: Scale) -> ByteArray:
 
 
 def unpack_scales(scales: ByteArray, scale: Scale) -> FloatArray:
-    """Little-endian bytes -> (num_groups,) fp32."""
+    """Little-endian bytes -> (num_groups,) fp32; NaN for what no encoder writes."""
+    if scale == "e4m3":
+        places = scales[1:].astype(np.int64)
+        patterns = (places & 127) + _lowest(int(scales[0]))
+        known = (places & 127 != 0) & (patterns >= 8) & (patterns < 0x7F8)
+        steps = (np.where(known, patterns, 0) << 20).astype(np.uint32).view(np.float32)
+        steps = np.where(known | (places == 0), steps, np.float32(np.nan))
+        return np.where(places >= 128, -steps, steps)
     raw = scales.tobytes()
     if scale == "fp32":
         return np.frombuffer(raw, "<f4").astype(np.float32)

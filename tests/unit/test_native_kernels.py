@@ -32,6 +32,20 @@ CASES = [
     (Layout(7, 64, "fp32", "nearest"), False),
     (Layout(8, 64, "bf16", "nearest"), True),
     (Layout(8, 576, "fp32", "stochastic"), False),
+    (Layout(1, 16, "e4m3", "stochastic"), True),
+    (Layout(2, 32, "e4m3"), True),
+    (Layout(4, 16, "e4m3"), False),
+    (Layout(6, 50, "e4m3"), True),
+    (Layout(1, 64, "e4m3", "nearest", "least_error"), False),
+    (Layout(2, 64, "e4m3", "nearest", "least_error"), True),
+    (Layout(3, 10, "fp16", "nearest", "least_error"), True),
+    (Layout(4, 100, "bf16", "nearest", "least_error"), False),
+    (Layout(8, 32, "fp32", "nearest", "least_error"), True),
+    (Layout(2, 128, "e4m3", "nearest", "least_error", "hadamard"), True),
+    (Layout(3, 16, "e4m3", "stochastic", "extreme", "hadamard"), False),
+    (Layout(4, 64, "bf16", "nearest", "extreme", "hadamard"), True),
+    (Layout(5, 256, "fp32", "nearest", "extreme", "hadamard"), False),
+    (Layout(1, 32, "fp16", "stochastic", "extreme", "hadamard"), True),
 ]
 
 
