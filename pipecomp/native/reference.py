@@ -108,7 +108,7 @@ def _butterflies(rows: FloatArray) -> FloatArray:
     """Sum and difference of values 1 apart, of those 2 apart, 4 apart, ..."""
     apart = 1
     while apart < rows.shape[1]:
-        pairs = rows.reshape(rows.shape[0], -1, 2, apart)
+        pairs = rows.reshape(rows.shape[0], rows.shape[1] // (2 * apart), 2, apart)
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         rows = np.stack([first + second, first - second], axis=2).reshape(rows.shape)
         apart *= 2
