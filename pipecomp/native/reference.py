@@ -33,28 +33,24 @@ def encode(
     seed: int,
 ) -> bool:
     """See `ops.encode`. False if a value or a difference is not finite; the outputs are then undefined."""
-    half, centre = np.float32(grid(layout).half), np.float32(grid(layout).centre)
     with np.errstate(over="ignore", invalid="ignore"):
         differences = values if message_in is None else values - message_in
     if not np.isfinite(differences).all():
         return False
     top = _top(differences, layout)
-    differences = rotate(differences, layout)
-    steps = _steps(differences, layout, top)
+    unpacked, steps = _quantize(differences, layout, top, seed)
     split = scales_nbytes(values.size, layout)
     payload[:split] = pack_scales(steps, layout.scale, top)
-    step = np.repeat(steps, layout.group)[: values.size]
-    with np.errstate(divide="ignore"):
-        inverse = np.where(step != 0, np.float32(1) / step, np.float32(0))
-    if layout.rounding == "nearest":
-        position = differences * inverse + (half + np.float32(0.5))
-    else:
-        position = differences * inverse + (half - centre) + uniform(seed, values.size)
-    unpacked = np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8)
     payload[split:] = pack(unpacked, layout)
     if message_out is not None:
-        message_out[:] = _reconstruct(unpacked, step, layout, message_in)
+        message_out[:] = _reconstruct(unpacked, np.repeat(steps, layout.group)[: values.size], layout, message_in)
     return True
+
+
+def seen(values: FloatArray, layout: Layout, seed: int = 0) -> FloatArray:
+    """What the decoder sees of finite `values` without a message: `encode` and `decode` without packing, which is slow here."""
+    unpacked, steps = _quantize(values, layout, _top(values, layout), seed)
+    return _reconstruct(unpacked, np.repeat(steps, layout.group)[: values.size], layout, None)
 
 
 def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: FloatArray | None) -> bool:
@@ -83,6 +79,21 @@ def squared_norms(
     change = wide if message_in is None else wide - message_in
     error = wide - message_out
     return float(error @ error), float(change @ change), float(wide @ wide)
+
+
+def _quantize(
+    differences: FloatArray, layout: Layout, top: int, seed: int
+) -> tuple[npt.NDArray[np.uint8], FloatArray]:
+    """Codes and steps."""
+    half, centre = np.float32(grid(layout).half), np.float32(grid(layout).centre)
+    differences = rotate(differences, layout)
+    steps = _steps(differences, layout, top)
+    inverse = np.repeat(_inverse(steps), layout.group)[: differences.size]
+    if layout.rounding == "nearest":
+        position = differences * inverse + (half + np.float32(0.5))
+    else:
+        position = differences * inverse + (half - centre) + uniform(seed, differences.size)
+    return np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8), steps
 
 
 def rotate(differences: FloatArray, layout: Layout) -> FloatArray:
