@@ -16,7 +16,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.native import ops
 from pipecomp.types import TensorSpec
 
-OPTIONS = ("bits", "group", "scale", "rounding", "fit", "rotation")
+OPTIONS = ("bits", "group", "scale", "rounding", "fit", "rotation", "levels")
 DEFAULT_GROUP, DEFAULT_SCALE = 32, "e4m3"
 """Where a run file names neither: what trained best at equal bits; docs/numerics.md has the evidence."""
 OTHER_GROUP, OTHER_SCALE = 64, "bf16"
@@ -33,10 +33,12 @@ class Quantizer(NamedTuple):
     rounding: ops.Rounding
     fit: ops.Fit
     rotation: ops.Rotation
+    levels: ops.Levels
 
     @classmethod
     def from_options(cls, codec: str, options: Mapping[str, object]) -> Self:
         """Read these options; the other keys are the caller's. Raises ConfigError naming the option."""
+        levels = choice(codec, options, "levels", get_args(ops.Levels), "zero")
         is_default = "group" not in options and "scale" not in options
         group = options.get("group", DEFAULT_GROUP if is_default else OTHER_GROUP)
         scale = DEFAULT_SCALE if is_default else OTHER_SCALE
@@ -47,8 +49,9 @@ class Quantizer(NamedTuple):
             group=cast("int", group) if group != "row" else None,
             scale=cast("ops.Scale", choice(codec, options, "scale", get_args(ops.Scale), scale)),
             rounding=cast("ops.Rounding", choice(codec, options, "rounding", get_args(ops.Rounding), "nearest")),
-            fit=cast("ops.Fit", choice(codec, options, "fit", get_args(ops.Fit), "extreme")),
+            fit=cast("ops.Fit", choice(codec, options, "fit", get_args(ops.Fit), "least_error" if levels == "either" else "extreme")),
             rotation=cast("ops.Rotation", choice(codec, options, "rotation", get_args(ops.Rotation), "none")),
+            levels=cast("ops.Levels", levels),
         )
         chosen._check(codec)
         return chosen
@@ -60,6 +63,11 @@ class Quantizer(NamedTuple):
                 f"codec {codec!r}: fit = 'least_error' clips, so rounding = 'stochastic' would not be unbiased; "
                 "use fit = 'extreme'"
             )
+        if self.levels == "either" and (self.scale, self.fit) != ("e4m3", "least_error"):
+            raise ConfigError(
+                f"codec {codec!r}: levels = 'either' needs scale = 'e4m3' and fit = 'least_error', "
+                f"not {self.scale!r} and {self.fit!r}"
+            )
         if self.rotation == "hadamard" and self.group not in ops.ROTATED_GROUPS:
             raise ConfigError(
                 f"codec {codec!r}: group = {self.group or 'row'!r} cannot be rotated; "
@@ -69,7 +77,7 @@ class Quantizer(NamedTuple):
     def layout(self, spec: TensorSpec) -> ops.Layout:
         """Of the kernels, for a sample of this shape."""
         group = max(spec.num_columns, 1) if self.group is None else self.group
-        return ops.Layout(self.bits, group, self.scale, self.rounding, self.fit, self.rotation)
+        return ops.Layout(self.bits, group, self.scale, self.rounding, self.fit, self.rotation, self.levels)
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Exact size of the buffer."""
@@ -112,6 +120,7 @@ class Quantizer(NamedTuple):
         parts = [str(self.bits), f"/{'row' if self.group is None else f'g{self.group}'}"]
         parts += [f"/{self.scale}"] if self.scale != "bf16" else []
         parts += [f"/{self.rounding}"] if self.rounding != "nearest" else []
-        parts += [f"/{self.fit}"] if self.fit != "extreme" else []
+        parts += [f"/{self.fit}"] if self.fit != "extreme" and self.levels == "zero" else []
+        parts += [f"/{self.levels}"] if self.levels != "zero" else []
         parts += [f"/{self.rotation}"] if self.rotation != "none" else []
         return "".join(parts)

@@ -5,6 +5,7 @@ Modules whose name starts with an underscore are no plugins.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,26 +53,27 @@ def _record(source: Source) -> Mapping[str, npt.NDArray[np.float32]]:
     model, batch = _model_and_batch(source)
     model.eval()  # without dropout, which would be most of the change
     layers = model.model.layers if hasattr(model, "model") else model.bert.encoder.layer
-    outputs: list[torch.Tensor] = []
+    output: list[torch.Tensor] = []
 
-    def keep(_module: object, _inputs: object, output: Any) -> None:  # noqa: ANN401 - a tensor, or a tuple that starts with one
-        values = output[0] if isinstance(output, tuple) else output
+    def keep(_module: object, _inputs: object, result: Any) -> None:  # noqa: ANN401 - a tensor, or a tuple that starts with one
+        values = result[0] if isinstance(result, tuple) else result
         if values.requires_grad:
             values.retain_grad()
-        outputs.append(values)
+        output[:] = [values]
 
     layers[source.layer].register_forward_hook(keep)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    for _ in range(NUM_STEPS):
+    first, gradient = torch.empty(0), torch.empty(0)
+    for step in range(NUM_STEPS):
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
+        if step == 0:
+            first, gradient = output[0].detach().clone(), output[0].grad
     with torch.no_grad():
         model(**batch)
-    first, gradient = outputs[0].detach(), outputs[0].grad
-    assert gradient is not None
     real = batch["attention_mask"].bool()
-    kinds = {"activation": first, "change": outputs[-1] - first, "gradient": gradient}
+    kinds = {"activation": first, "change": output[0] - first, "gradient": gradient}
     return {name: values[real].numpy().astype(np.float32) for name, values in kinds.items()}
 
 
@@ -83,7 +85,7 @@ def _model_and_batch(source: Source) -> tuple[Any, dict[str, torch.Tensor]]:
     folder, is_causal = str(CACHE / source.folder), source.name.startswith("Smol")
     tokenizer = load_tokenizer(folder)
     with (CACHE / source.text).open(encoding="utf-8") as lines:
-        records = [json.loads(line) for _, line in zip(range(NUM_TOKENS // source.length * (1 if is_causal else 2)), lines, strict=False)]
+        records = [json.loads(line) for line in itertools.islice(lines, NUM_TOKENS // source.length)]
     ids = [tokenizer(record["text"])["input_ids"][: source.length] for record in records]
     width = max(map(len, ids))
     batch = {

@@ -17,6 +17,7 @@ from pipecomp.native._vectors import (
     FITS,
     HAS_AFTER,
     HAS_BEFORE,
+    IS_EITHER,
     IS_STOCHASTIC,
     as_bits,
     as_float,
@@ -27,7 +28,20 @@ from pipecomp.native._vectors import (
     squared_error,
     unpack,
 )
-from pipecomp.native.ops import MIN_BLOCK, OCTAVES, PLANES, SCALE_NBYTES, Fit, Grid, Layout, Rounding, Scale, grid
+from pipecomp.native.ops import (
+    CANDIDATE,
+    MIN_BLOCK,
+    OCTAVES,
+    PLANES,
+    SCALE_NBYTES,
+    Fit,
+    Grid,
+    Layout,
+    Levels,
+    Rounding,
+    Scale,
+    grid,
+)
 
 SCALES: tuple[Scale, ...] = ("fp32", "bf16", "fp16", "e4m3")
 """A kernel's literal for a scale dtype is its place here."""
@@ -42,10 +56,11 @@ def block_of(group):
 
 
 @nb.njit
-def scale_pattern(step, smallest, top, is_fp32, is_fp16, is_e4m3, is_up):
+def scale_pattern(step, smallest, top, is_fp32, is_fp16, mantissa_drop, is_up):
     """The bits, in the scale's dtype, of a step >= 0 that is at most the largest; by integers, so no target needs float16.
 
-    `top`: the exponent that e4m3 scales are relative to, of a step that is not smaller than this one.
+    `mantissa_drop`: bits of a float32 that an e4m3 scale does not have; 0 for others. `top`: the exponent that it is relative
+    to, of a step that is not smaller than this one.
     """
     if step < smallest:
         return np.uint32(0)
@@ -53,8 +68,8 @@ def scale_pattern(step, smallest, top, is_fp32, is_fp16, is_e4m3, is_up):
     if is_fp32:
         return pattern
     drop = np.uint32(16)  # mantissa bits that bf16 does not have
-    if is_e4m3:
-        drop = np.uint32(20)
+    if mantissa_drop:
+        drop = np.uint32(mantissa_drop)
     if is_fp16:
         pattern = np.uint32(pattern - np.uint32(112 << 23))  # exponent bias 15 instead of 127
         drop = np.uint32(13)
@@ -70,8 +85,9 @@ def scale_pattern(step, smallest, top, is_fp32, is_fp16, is_e4m3, is_up):
         rounded = np.uint32((pattern + (unit - np.uint32(1))) >> drop)
     else:
         rounded = np.uint32((pattern + (unit >> np.uint32(1)) - np.uint32(1) + ((pattern >> drop) & np.uint32(1))) >> drop)
-    if is_e4m3:
-        return np.uint32(max(np.int32(rounded) - lowest_pattern(top), np.int32(0)))
+    if mantissa_drop:
+        upper = np.int32(rounded << np.uint32(mantissa_drop - 20))
+        return np.uint32(max(upper - lowest_pattern(top), np.int32(0)))
     return rounded
 
 
@@ -82,15 +98,15 @@ def lowest_pattern(top):
 
 
 @nb.njit
-def top_exponent(largest, factor, smallest, limit, is_up):
+def top_exponent(largest, factor, smallest, limit, mantissa_drop, is_up):
     """Biased exponent of a bound on all steps of a sample whose largest magnitude has these bits; 0 if none can be sent."""
     step = min(as_float(largest) * factor, limit)
     if step < smallest:
         return np.uint32(0)
     pattern = as_bits(step)
     if is_up:
-        return np.uint32((pattern + np.uint32((1 << 20) - 1)) >> np.uint32(23))
-    carry = np.uint32((1 << 19) - 1) + ((pattern >> np.uint32(20)) & np.uint32(1))
+        return np.uint32((pattern + np.uint32((1 << mantissa_drop) - 1)) >> np.uint32(23))
+    carry = np.uint32((1 << (mantissa_drop - 1)) - 1) + ((pattern >> np.uint32(mantissa_drop)) & np.uint32(1))
     return np.uint32((pattern + carry) >> np.uint32(23))
 
 
@@ -194,8 +210,10 @@ def _encode_group(
 ):
     num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
     is_fp32, is_fp16, is_e4m3, scale_nbytes, constants = constants_of(num_bits, scale.literal_value, flag)
-    is_one_sided = constants.centre == 0
-    near_factor, far_factor, smallest, largest, is_up, num_candidates = constants[2:]
+    is_one_sided, drop = constants.centre == 0, constants.mantissa_drop * is_e4m3
+    near_factor, far_factor, smallest, largest, is_up, num_candidates = constants[2:8]
+    fixed_centre, is_fitted = np.float32(constants.centre), bool(flag & FITS)
+    num_tried = num_candidates * (2 if flag & IS_EITHER else 1)
     sign = np.uint32(1 << (8 * scale_nbytes - 1))
 
     def inlined(
@@ -221,27 +239,35 @@ def _encode_group(
         below = np.uint32(below & np.uint32(0x7FFFFFFF)) if below > np.uint32(0x7FFFFFFF) else np.uint32(0)
         near, far = max(above, below), min(above, below)
         step = min(max(as_float(near) * near_factor, as_float(far) * far_factor), largest)
-        pattern = scale_pattern(step, smallest, top, is_fp32, is_fp16, is_e4m3, is_up)
+        pattern = scale_pattern(step, smallest, top, is_fp32, is_fp16, drop, is_up)
+        centre = fixed_centre
+        first = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
         is_negative = is_one_sided and above > below and pattern > np.uint32(0)
         if is_negative:
             pattern = np.uint32(pattern | sign)
         step = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
         inverse = np.float32(1) / step if step != np.float32(0) else np.float32(0)
-        if num_candidates > 1 and pattern > np.uint32(0):
-            first, per_first = abs(step), inverse
-            least = squared_error(values, before, start, length, inverse, num_bits, flag)
-            for index in range(1, num_candidates):
-                lower = np.uint32(as_bits(first) - np.uint32(min(np.uint32(index << 20), as_bits(first))))
-                tried = scale_pattern(as_float(lower), smallest, top, is_fp32, is_fp16, is_e4m3, is_up)
+        if is_fitted and pattern > np.uint32(0):
+            per_first, least = np.float32(1) / first, np.float32(np.inf)
+            for index in range(num_tried):
+                is_between = index >= num_candidates
+                lower = np.uint32((index - num_candidates if is_between else index) * CANDIDATE)
+                lower = np.uint32(as_bits(first) - np.uint32(min(lower, as_bits(first))))
+                tried = scale_pattern(as_float(lower), smallest, top, is_fp32, is_fp16, drop, is_up)
                 if tried > np.uint32(0):
-                    if is_negative:
-                        tried = np.uint32(tried | sign)
                     tried_step = scale_value(tried, top, is_fp32, is_fp16, is_e4m3)
-                    tried_inverse = np.float32(1) / tried_step
                     ratio = tried_step * per_first
-                    error = squared_error(values, before, start, length, tried_inverse, num_bits, flag) * (ratio * ratio)
+                    tried_centre = np.float32(0.5) if is_between else np.float32(0)
+                    if is_between:
+                        tried = np.uint32(tried | np.uint32(1))
+                    elif is_negative:
+                        tried, tried_step = np.uint32(tried | sign), -tried_step
+                    tried_inverse = np.float32(1) / tried_step
+                    error = squared_error(
+                        values, before, start, length, tried_inverse, tried_centre, num_bits, flag
+                    ) * (ratio * ratio)
                     if error < least:
-                        least, pattern, step, inverse = error, tried, tried_step, tried_inverse
+                        least, pattern, step, inverse, centre = error, tried, tried_step, tried_inverse, tried_centre
         write_scale(payload, scale_at, pattern, scale_nbytes)
         quantize(
             values,
@@ -253,6 +279,7 @@ def _encode_group(
             length,
             step,
             inverse,
+            centre,
             place,
             seed_low,
             seed_high,
@@ -274,14 +301,19 @@ def decode_group(payload, unpacked, before, out, scale_at, at, start, length, to
 def _decode_group(payload, unpacked, before, out, scale_at, at, start, length, top, bits, scale, lanes, flags):
     num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
     is_fp32, is_fp16, is_e4m3, scale_nbytes, constants = constants_of(num_bits, scale.literal_value, flag)
-    smallest, largest = constants.smallest, constants.largest
+    smallest, largest, fixed_centre = constants.smallest, constants.largest, np.float32(constants.centre)
+    is_either = bool(flag & IS_EITHER)
 
     def inlined(payload, unpacked, before, out, scale_at, at, start, length, top, bits, scale, lanes, flags):
         pattern = read_scale(payload, scale_at, scale_nbytes)
+        centre, is_known = fixed_centre, True
+        if is_either and pattern & np.uint32(1):
+            pattern = np.uint32(pattern & np.uint32(0xFE))
+            centre, is_known = np.float32(0.5), (pattern > np.uint32(0)) & (pattern < np.uint32(0x80))
         step = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
-        dequantize(unpacked, before, out, at, start, length, step, num_bits, num_lanes, flag)
+        dequantize(unpacked, before, out, at, start, length, step, centre, num_bits, num_lanes, flag)
         magnitude = abs(step)
-        return (pattern == np.uint32(0)) | ((magnitude >= smallest) & (magnitude <= largest))
+        return is_known & ((pattern == np.uint32(0)) | ((magnitude >= smallest) & (magnitude <= largest)))
 
     return inlined
 
@@ -344,7 +376,8 @@ def constants_of(bits: int, scale_index: int, flags: int) -> tuple[bool, bool, b
     scale = SCALES[scale_index]
     rounding: Rounding = "stochastic" if flags & IS_STOCHASTIC else "nearest"
     fit: Fit = "least_error" if flags & FITS else "extreme"
-    layout = Layout(bits, 1, scale, rounding, fit)
+    levels: Levels = "either" if flags & IS_EITHER else "zero"
+    layout = Layout(bits, 1, scale, rounding, fit, levels=levels)
     return scale == "fp32", scale == "fp16", scale == "e4m3", SCALE_NBYTES[scale], grid(layout)
 
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-HAS_BEFORE, HAS_AFTER, IS_STOCHASTIC, FITS = 1, 2, 4, 8
+HAS_BEFORE, HAS_AFTER, IS_STOCHASTIC, FITS, IS_EITHER = 1, 2, 4, 8, 16
 
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 
@@ -87,6 +87,7 @@ def quantize(
     length,
     step,
     inverse,
+    centre,
     place,
     seed_low,
     seed_high,
@@ -99,11 +100,12 @@ def quantize(
     `place`: of its first value in the sample, for chance.
     """
     num_bits, flag = bits.literal_value, flags.literal_value
-    half, centre, top = _half(num_bits), _centre(num_bits, flag), float(2**num_bits - 1)
+    half, top = _half(num_bits), float(2**num_bits - 1)
 
     def generate(context, builder, signature, args):
         memory = Memory(context, builder, signature, args)
-        _, _, _, _, start, at, length, step, inverse, place, seed_low, seed_high, *_ = args
+        _, _, _, _, start, at, length, step, inverse, centre, place, seed_low, seed_high, *_ = args
+        lowest = builder.fsub(centre, _FLOAT(half))
 
         def chunk(offset, num_lanes):
             here = builder.add(start, offset)
@@ -113,33 +115,37 @@ def quantize(
                 differences = builder.fsub(differences, message)
             position = builder.fmul(differences, _broadcast(builder, inverse, num_lanes))
             if flag & IS_STOCHASTIC:
-                position = builder.fadd(position, splat(_FLOAT, half - centre, num_lanes))
+                position = builder.fsub(position, _broadcast(builder, lowest, num_lanes))
                 position = builder.fadd(position, _uniform(builder, builder.add(place, offset), seed_low, seed_high, num_lanes))
             else:
-                position = builder.fadd(position, splat(_FLOAT, half + 0.5, num_lanes))
+                nearest = builder.fsub(_FLOAT(0.5), lowest)
+                position = builder.fadd(position, _broadcast(builder, nearest, num_lanes))
             codes = builder.fptosi(_clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
             memory.store(3, builder.add(at, offset), builder.trunc(codes, ir.VectorType(_BYTE, num_lanes)))
             if flag & HAS_AFTER:
-                memory.store(2, here, _reconstruct(builder, codes, centre - half, step, message))
+                memory.store(2, here, _reconstruct(builder, codes, lowest, step, message))
 
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
 
     arguments = (
-        values, before, after, unpacked, start, at, length, step, inverse, place, seed_low, seed_high, bits, lanes, flags,
+        values, before, after, unpacked, start, at, length, step, inverse, centre, place, seed_low, seed_high,
+        bits, lanes, flags,
     )  # fmt: skip
     return nb.void(*arguments), generate
 
 
 @intrinsic(prefer_literal=True)
-def squared_error(typing_context, values, before, start, length, inverse, bits, flags):
+def squared_error(typing_context, values, before, start, length, inverse, centre, bits, flags):
     """Squared error of a group to nearest levels, in steps squared: 16 sums of every 16th value, folded in halves."""
     num_bits, has_before, num_sums = bits.literal_value, flags.literal_value & HAS_BEFORE, 16
     half, top = _half(num_bits), float(2**num_bits - 1)
 
     def generate(context, builder, signature, args):
         memory = Memory(context, builder, signature, args)
-        _, _, start, length, inverse, *_ = args
+        _, _, start, length, inverse, centre, *_ = args
+        lowest = builder.fsub(centre, _FLOAT(half))
+        nearest = builder.fsub(_FLOAT(0.5), lowest)
         sums = cgutils.alloca_once_value(builder, splat(_FLOAT, 0.0, num_sums))
 
         def chunk(offset, num_lanes):
@@ -148,10 +154,10 @@ def squared_error(typing_context, values, before, start, length, inverse, bits, 
             if has_before:
                 exact = builder.fsub(exact, memory.load(1, here, num_lanes))
             exact = builder.fmul(exact, _broadcast(builder, inverse, num_lanes))
-            position = builder.fadd(exact, splat(_FLOAT, half + 0.5, num_lanes))
+            position = builder.fadd(exact, _broadcast(builder, nearest, num_lanes))
             codes = builder.fptosi(_clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
             level = builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes))
-            level = builder.fsub(level, splat(_FLOAT, half, num_lanes))
+            level = builder.fadd(level, _broadcast(builder, lowest, num_lanes))
             error = builder.fsub(exact, level)
             square = builder.fmul(error, error)
             old = builder.load(sums)
@@ -171,18 +177,18 @@ def squared_error(typing_context, values, before, start, length, inverse, bits, 
             folded = builder.fadd(first, shuffle(builder, folded, range(width, 2 * width)))
         return builder.extract_element(folded, _INT(0))
 
-    return nb.float32(values, before, start, length, inverse, bits, flags), generate
+    return nb.float32(values, before, start, length, inverse, centre, bits, flags), generate
 
 
 @intrinsic(prefer_literal=True)
-def dequantize(typing_context, unpacked, before, out, at, start, length, step, bits, lanes, flags):
+def dequantize(typing_context, unpacked, before, out, at, start, length, step, centre, bits, lanes, flags):
     """What the group of codes at `unpacked[at:]` decodes to, into `out[start:]`."""
-    lowest = _centre(bits.literal_value, flags.literal_value) - _half(bits.literal_value)
     has_before = flags.literal_value & HAS_BEFORE
 
     def generate(context, builder, signature, args):
         memory = Memory(context, builder, signature, args)
-        _, _, _, at, start, length, step, *_ = args
+        _, _, _, at, start, length, step, centre, *_ = args
+        lowest = builder.fsub(centre, _FLOAT(_half(bits.literal_value)))
 
         def chunk(offset, num_lanes):
             here = builder.add(start, offset)
@@ -194,7 +200,7 @@ def dequantize(typing_context, unpacked, before, out, at, start, length, step, b
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
 
-    return nb.void(unpacked, before, out, at, start, length, step, bits, lanes, flags), generate
+    return nb.void(unpacked, before, out, at, start, length, step, centre, bits, lanes, flags), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -303,11 +309,6 @@ def _half(bits):
     return float(2 ** (bits - 1))
 
 
-def _centre(bits, flags):
-    # As `ops.Grid` has it: no level at zero with one bit and stochastic rounding.
-    return 0.5 if bits == 1 and flags & IS_STOCHASTIC else 0.0
-
-
 def splat(element, constant, num_lanes):
     return ir.Constant(ir.VectorType(element, num_lanes), [constant] * num_lanes)
 
@@ -335,7 +336,7 @@ def _broadcast(builder, scalar, num_lanes):
 def _reconstruct(builder, codes, lowest, step, message):
     """Message + (code + lowest) * step, each operation rounded by itself; codes as 32-bit lanes."""
     num_lanes = codes.type.count
-    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), splat(_FLOAT, lowest, num_lanes))
+    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), _broadcast(builder, lowest, num_lanes))
     change = builder.fmul(level, _broadcast(builder, step, num_lanes))
     return change if message is None else builder.fadd(message, change)
 

@@ -33,7 +33,7 @@ from pipecomp.native._groups import (
     top_exponent,
     unpack_block,
 )
-from pipecomp.native._vectors import FITS, HAS_AFTER, HAS_BEFORE, IS_STOCHASTIC, extremes
+from pipecomp.native._vectors import FITS, HAS_AFTER, HAS_BEFORE, IS_EITHER, IS_STOCHASTIC, extremes
 from pipecomp.native.ops import SCALE_NBYTES, ByteArray, FloatArray, Layout, grid
 
 _FLOATS_IN = nb.types.Array(nb.float32, 1, "C", readonly=True)
@@ -131,16 +131,18 @@ def _sources() -> str:
 @functools.cache
 def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[..., Any]:
     """`layout.group` is a constant of the kernel, or 0: then the kernel takes it as an argument."""
-    bits, fixed_group, scale, rounding, fit, rotation = layout
-    flags = HAS_BEFORE * has_in | HAS_AFTER * has_out | IS_STOCHASTIC * (rounding == "stochastic") | FITS * (fit != "extreme")
+    bits, fixed_group, scale, rounding, fit, rotation, levels = layout
+    flags = HAS_BEFORE * has_in | HAS_AFTER * has_out | IS_STOCHASTIC * (rounding == "stochastic")
+    flags |= FITS * (fit != "extreme") | IS_EITHER * (levels == "either")
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
     is_relative, is_rotated = scale == "e4m3", rotation != "none"
     constants = grid(layout)
-    factor, smallest, limit, rounds_up = (
+    factor, smallest, limit, drop, rounds_up = (
         max(constants.near_factor, constants.far_factor),
         constants.smallest,
         constants.largest,
+        constants.mantissa_drop,
         constants.rounds_up,
     )
 
@@ -160,7 +162,7 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
                 worst = max(worst, above, below & np.uint32(0x7FFFFFFF))
             if worst >= np.uint32(0x7F800000):
                 return False
-            top = top_exponent(worst, factor, smallest, limit, rounds_up)
+            top = top_exponent(worst, factor, smallest, limit, drop, rounds_up)
             payload[0] = np.uint8(top)
         for block_start in range(0, whole, block):
             for at in range(0, block, group):
@@ -201,8 +203,8 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
 @functools.cache
 def _decode_kernel(layout: Layout, has_in: bool) -> Callable[..., Any]:
     """As `_encode_kernel` has it."""
-    bits, fixed_group, scale, rounding, _, rotation = layout
-    flags = HAS_BEFORE * has_in | IS_STOCHASTIC * (rounding == "stochastic")
+    bits, fixed_group, scale, rounding, _, rotation, levels = layout
+    flags = HAS_BEFORE * has_in | IS_STOCHASTIC * (rounding == "stochastic") | IS_EITHER * (levels == "either")
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
     is_relative, is_rotated = scale == "e4m3", rotation != "none"

@@ -30,10 +30,11 @@ Scale = Literal["fp32", "bf16", "fp16", "e4m3"]
 Rounding = Literal["nearest", "stochastic"]
 Fit = Literal["extreme", "least_error"]
 Rotation = Literal["none", "hadamard"]
+Levels = Literal["zero", "either"]
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
-_CHOICES: Final = {"scale": Scale, "rounding": Rounding, "fit": Fit, "rotation": Rotation}
+_CHOICES: Final = {"scale": Scale, "rounding": Rounding, "fit": Fit, "rotation": Rotation, "levels": Levels}
 
 MIN_BLOCK: Final = 128
 """A block holds at least this many values (the last one may be shorter): eight 16-byte vectors of one-bit codes."""
@@ -69,7 +70,9 @@ SIGNS: Final[tuple[int, ...]] = tuple(
 )
 """By place in its group, the sign that a difference gets before it is rotated: without structure, and known to both ends."""
 
-_NUM_CANDIDATES: Final = {1: 8, 2: 5, 3: 4, 4: 4}  # more win 1 % of the error on normal values; 2 from 5 bits on
+_NUM_CANDIDATES: Final = {1: 4, 2: 3, 3: 3, 4: 3}  # more win 1 % of the error on normal values; 2 from 5 bits on
+CANDIDATE: Final = 1 << 21
+"""From one step that is tried to the next below it, as the bits of a float32 count: a quarter of the step's octave."""
 
 
 class Layout(NamedTuple):
@@ -81,6 +84,7 @@ class Layout(NamedTuple):
     rounding: Rounding = "nearest"  # the decoder heeds it for one bit only
     fit: Fit = "extreme"  # the encoder's alone: whether the step follows from the group's extreme, or has the least error
     rotation: Rotation = "none"  # of whole groups
+    levels: Levels = "zero"  # "either": each group has a level at zero, or levels at half steps, whichever errs less
 
 
 def check_layout(layout: Layout) -> None:
@@ -94,6 +98,8 @@ def check_layout(layout: Layout) -> None:
             raise CodecError(f"{field} must be one of {', '.join(get_args(kind))}, got {getattr(layout, field)!r}")
     if layout.fit == "least_error" and layout.rounding == "stochastic":
         raise CodecError("fit must be 'extreme' with stochastic rounding: a step of least error clips, and is not unbiased")
+    if layout.levels == "either" and (layout.fit, layout.scale) != ("least_error", "e4m3"):
+        raise CodecError("levels can be 'either' only with fit 'least_error', which chooses, and scale 'e4m3', which says so")
     if layout.rotation == "hadamard" and layout.group not in ROTATED_GROUPS:
         raise CodecError(f"group must be one of {', '.join(map(str, ROTATED_GROUPS))} to be rotated, got {layout.group}")
 
@@ -134,6 +140,7 @@ class Grid(NamedTuple):
 
         nearest, 2 bits    -2 ---- -1 ----- 0 ----- 1        the extreme is at -2.25; zero is a level
         stochastic, 1 bit        -0.5 ------------ 0.5       zero cannot be one; all other stochastic grids are as above
+        either, 2 bits           as in the first line, or -1.5 -- -0.5 -- 0.5 -- 1.5 with a positive step, for each group
     """
 
     half: float
@@ -143,7 +150,8 @@ class Grid(NamedTuple):
     smallest: np.float32  # a step below this becomes 0: the group is sent as no change
     largest: np.float32  # a step above this becomes this: what the scale's dtype holds and no level overflows with
     rounds_up: bool  # the step, to the scale's dtype: then no value lies beyond the outermost level
-    num_candidates: int  # steps that are tried: the first, and those an eighth of its octave, two eighths, ... below
+    num_candidates: int  # steps that are tried: the first, and those one CANDIDATE, two, ... below
+    mantissa_drop: int  # bits of a float32 that an e4m3 scale does not have; one more if its last one tells the levels
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,7 +174,7 @@ def grid(layout: Layout) -> Grid:
     smallest = 2.0**-24 if layout.scale == "fp16" else 2.0**-126
     limit = min(_SCALE_MAX[layout.scale], _SCALE_MAX["fp32"] / half)
     mantissa, exponent = np.frexp(limit)
-    unit = 2.0 ** _SCALE_MANTISSA[layout.scale]
+    unit = 2.0 ** (_SCALE_MANTISSA[layout.scale] - (layout.levels == "either"))
     largest = np.ldexp(np.floor(mantissa * unit) / unit, int(exponent))
     return Grid(
         half=half,
@@ -177,6 +185,7 @@ def grid(layout: Layout) -> Grid:
         largest=np.float32(largest),
         rounds_up=rounds_up,
         num_candidates=_NUM_CANDIDATES.get(layout.bits, 2) if layout.fit == "least_error" else 1,
+        mantissa_drop=21 if layout.levels == "either" else 20,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipecomp.native.ops import (
+    CANDIDATE,
     OCTAVES,
     PLANES,
     SIGNS,
@@ -38,26 +39,34 @@ def encode(
     if not np.isfinite(differences).all():
         return False
     top = _top(differences, layout)
-    unpacked, steps = _quantize(differences, layout, top, seed)
+    unpacked, steps, centres = _quantize(differences, layout, top, seed)
     split = scales_nbytes(values.size, layout)
     payload[:split] = pack_scales(steps, layout.scale, top)
+    if layout.levels == "either":
+        payload[1:split] |= centres > 0
     payload[split:] = pack(unpacked, layout)
     if message_out is not None:
-        message_out[:] = _reconstruct(unpacked, np.repeat(steps, layout.group)[: values.size], layout, message_in)
+        message_out[:] = _reconstruct(unpacked, steps, centres, layout, message_in)
     return True
 
 
 def seen(values: FloatArray, layout: Layout, seed: int = 0) -> FloatArray:
     """What the decoder sees of finite `values` without a message: `encode` and `decode` without packing, which is slow here."""
-    unpacked, steps = _quantize(values, layout, _top(values, layout), seed)
-    return _reconstruct(unpacked, np.repeat(steps, layout.group)[: values.size], layout, None)
+    return _reconstruct(*_quantize(values, layout, _top(values, layout), seed), layout, None)
 
 
 def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: FloatArray | None) -> bool:
     """See `ops.decode`. False if the payload is one that no encoder writes."""
     split = scales_nbytes(out.size, layout)
-    codes = payload[split:]
-    steps = unpack_scales(payload[:split], layout.scale)
+    scales, codes = payload[:split], payload[split:]
+    centres = np.full(-(-out.size // layout.group), grid(layout).centre, np.float32)
+    if layout.levels == "either":
+        is_between = (scales[1:] & 1) == 1
+        if (is_between & ((scales[1:] & 0xFE == 0) | (scales[1:] >= 128))).any():
+            return False
+        centres = np.where(is_between, np.float32(0.5), np.float32(0))
+        scales = np.concatenate([scales[:1], scales[1:] & 0xFE])
+    steps = unpack_scales(scales, layout.scale)
     with np.errstate(invalid="ignore"):
         in_range = (np.abs(steps) >= grid(layout).smallest) & (np.abs(steps) <= grid(layout).largest)
     zero = steps.view(np.uint32) == 0
@@ -66,8 +75,7 @@ def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: Floa
     unpacked = unpack(codes, out.size, layout)
     if not np.array_equal(pack(unpacked, layout), codes):
         return False
-    step = np.repeat(steps, layout.group)[: out.size]
-    out[:] = _reconstruct(unpacked, step, layout, message_in)
+    out[:] = _reconstruct(unpacked, steps, centres, layout, message_in)
     return True
 
 
@@ -83,17 +91,18 @@ def squared_norms(
 
 def _quantize(
     differences: FloatArray, layout: Layout, top: int, seed: int
-) -> tuple[npt.NDArray[np.uint8], FloatArray]:
-    """Codes and steps."""
-    half, centre = np.float32(grid(layout).half), np.float32(grid(layout).centre)
+) -> tuple[npt.NDArray[np.uint8], FloatArray, FloatArray]:
+    """Codes; and of each group, its step and its centre."""
+    half = np.float32(grid(layout).half)
     differences = rotate(differences, layout)
-    steps = _steps(differences, layout, top)
+    steps, centres = _steps(differences, layout, top)
     inverse = np.repeat(_inverse(steps), layout.group)[: differences.size]
+    centre = np.repeat(centres, layout.group)[: differences.size]
     if layout.rounding == "nearest":
-        position = differences * inverse + (half + np.float32(0.5))
+        position = differences * inverse + ((half + np.float32(0.5)) - centre)
     else:
         position = differences * inverse + (half - centre) + uniform(seed, differences.size)
-    return np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8), steps
+    return np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8), steps, centres
 
 
 def rotate(differences: FloatArray, layout: Layout) -> FloatArray:
@@ -138,13 +147,14 @@ def _top(differences: FloatArray, layout: Layout) -> int:
     bound = min(bound, constants.largest)
     if bound < constants.smallest:
         return 0
-    rounded = _round_to_scale(np.array([bound]), "e4m3", up=constants.rounds_up)
+    rounded = _round_to_scale(np.array([bound], np.float32), layout, up=constants.rounds_up)
     return int(rounded.view(np.uint32)[0] >> 23)
 
 
-def _steps(differences: FloatArray, layout: Layout, top: int) -> FloatArray:
-    """One signed step a group, already rounded to the scale's dtype: exactly the number that the decoder reads."""
-    _, centre, near_factor, far_factor, smallest, largest, rounds_up, num_candidates = grid(layout)
+def _steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArray, FloatArray]:
+    """Of each group, the signed step, already rounded to the scale's dtype: exactly the number that the decoder reads; the centre."""
+    constants = grid(layout)
+    _, centre, near_factor, far_factor, smallest, largest, rounds_up, *_ = constants
     starts = np.arange(0, differences.size, layout.group)
     above = np.maximum.reduceat(np.maximum(differences, np.float32(0)), starts)
     below = np.maximum.reduceat(np.maximum(-differences, np.float32(0)), starts)
@@ -155,24 +165,29 @@ def _steps(differences: FloatArray, layout: Layout, top: int) -> FloatArray:
 
     def rounded(step: FloatArray) -> FloatArray:
         step = np.where(step < smallest, np.float32(0), step)
-        step = _round_to_scale(step, layout.scale, up=rounds_up)
+        step = _round_to_scale(step, layout, up=rounds_up)
         if layout.scale == "e4m3":
             step = np.where((step.view(np.uint32) >> np.uint32(20)).astype(np.int64) > _lowest(top), step, np.float32(0))
-        return np.where((above > below) & (centre == 0) & (step > 0), -step, step)
+        return step
 
-    best = first = rounded(step)
-    if num_candidates > 1:
-        inverse = _inverse(first)
-        least = _squared_error(differences, first, layout)
-        eighth = np.uint32(1 << 20)  # of the octave that the step is in, as the bits of a float32 count
-        for index in range(1, num_candidates):
-            pattern = np.abs(first).view(np.uint32)
-            tried = rounded(np.where(pattern > index * eighth, pattern - index * eighth, np.uint32(0)).view(np.float32))
-            ratio = tried * inverse
-            error = _squared_error(differences, tried, layout) * (ratio * ratio)
+    first = rounded(step)
+    is_negative = (above > below) & (centre == 0)
+    best, centres = np.where(is_negative & (first > 0), -first, first), np.full_like(first, centre)
+    if layout.fit == "extreme":
+        return best, centres
+    least = np.full_like(first, np.inf)
+    for tried_centre in (0.0, 0.5) if layout.levels == "either" else (0.0,):
+        for index in range(constants.num_candidates):
+            lower = np.uint32(index * CANDIDATE)
+            pattern = first.view(np.uint32)
+            tried = rounded(np.where(pattern > lower, pattern - lower, np.uint32(0)).view(np.float32))
+            ratio = tried * _inverse(first)
+            tried = np.where(is_negative & (tried > 0) & (tried_centre == 0), -tried, tried)
+            error = _squared_error(differences, tried, tried_centre, layout) * (ratio * ratio)
             is_better = (error < least) & (tried != 0)
             best, least = np.where(is_better, tried, best), np.where(is_better, error, least)
-    return best
+            centres = np.where(is_better, np.float32(tried_centre), centres)
+    return best, centres
 
 
 def _inverse(step: FloatArray) -> FloatArray:
@@ -180,13 +195,14 @@ def _inverse(step: FloatArray) -> FloatArray:
         return np.where(step != 0, np.float32(1) / step, np.float32(0))
 
 
-def _squared_error(differences: FloatArray, steps: FloatArray, layout: Layout) -> FloatArray:
+def _squared_error(differences: FloatArray, steps: FloatArray, centre: float, layout: Layout) -> FloatArray:
     """(num_groups,) squared error in units of the step squared: 16 sums of every 16th value, folded in halves."""
     half = np.float32(grid(layout).half)
     step = np.repeat(steps, layout.group)[: differences.size]
     with np.errstate(over="ignore"):  # where steps are held under the largest; infinite errors are equally bad
         exact = differences * _inverse(step)
-        level = np.trunc(np.clip(exact + (half + np.float32(0.5)), np.float32(0), np.float32(2**layout.bits - 1))) - half
+        position = exact + (half + np.float32(0.5 - centre))
+        level = np.trunc(np.clip(position, np.float32(0), np.float32(2**layout.bits - 1))) + (np.float32(centre) - half)
         squares = (exact - level) * (exact - level)
     width = -(-layout.group // 16) * 16
     sums = np.zeros((steps.size, 16), np.float32)
@@ -207,8 +223,9 @@ def _lowest(top: int) -> int:
     return (top + 1 - OCTAVES) * 8
 
 
-def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
+def _round_to_scale(step: FloatArray, layout: Layout, *, up: bool) -> FloatArray:
     """To the nearest number of the dtype, ties to even; or, `up`, to the smallest that is not below `step`."""
+    scale = layout.scale
     if scale == "fp32":
         return step
     if scale == "fp16":
@@ -218,16 +235,21 @@ def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
             with np.errstate(over="ignore"):
                 rounded = np.where(below, np.nextafter(rounded, np.float16(np.inf)), rounded)
         return rounded.astype(np.float32)
-    bits, drop = step.view(np.uint32), np.uint32(20 if scale == "e4m3" else 16)
+    bits, drop = step.view(np.uint32), np.uint32(grid(layout).mantissa_drop if scale == "e4m3" else 16)
     rest = (np.uint32(1) << drop) - np.uint32(1)
     carry = rest if up else (rest >> np.uint32(1)) + ((bits >> drop) & np.uint32(1))
     return ((bits + carry) & ~rest).view(np.float32)
 
 
 def _reconstruct(
-    unpacked: npt.NDArray[np.uint8], step: FloatArray, layout: Layout, message_in: FloatArray | None
+    unpacked: npt.NDArray[np.uint8],
+    steps: FloatArray,
+    centres: FloatArray,
+    layout: Layout,
+    message_in: FloatArray | None,
 ) -> FloatArray:
-    level = unpacked.astype(np.float32) + np.float32(grid(layout).centre - grid(layout).half)
+    step, lowest = (np.repeat(each, layout.group)[: unpacked.size] for each in (steps, centres - np.float32(grid(layout).half)))
+    level = unpacked.astype(np.float32) + lowest
     change = unrotate(level * step, layout)
     with np.errstate(over="ignore"):  # within half a step of the largest float32; refused at the next visit
         return change if message_in is None else message_in + change

@@ -46,6 +46,10 @@ CASES = [
     (Layout(4, 64, "bf16", "nearest", "extreme", "hadamard"), True),
     (Layout(5, 256, "fp32", "nearest", "extreme", "hadamard"), False),
     (Layout(1, 32, "fp16", "stochastic", "extreme", "hadamard"), True),
+    (Layout(1, 16, "e4m3", "nearest", "least_error", "none", "either"), False),
+    (Layout(2, 32, "e4m3", "nearest", "least_error", "none", "either"), True),
+    (Layout(4, 20, "e4m3", "nearest", "least_error", "none", "either"), True),
+    (Layout(3, 64, "e4m3", "nearest", "least_error", "hadamard", "either"), True),
 ]
 
 
