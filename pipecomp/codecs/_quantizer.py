@@ -21,6 +21,8 @@ DEFAULT_GROUP, DEFAULT_SCALE = 32, "e4m3"
 """Where a run file names neither: what trained best at equal bits; docs/numerics.md has the evidence."""
 OTHER_GROUP, OTHER_SCALE = 64, "bf16"
 """The one that is left out where it names the other, as it always was."""
+EITHER_UP_TO = 2
+"""Bits up to which a group has, by default, a zero level or levels at half steps, whichever errs less; it takes more time."""
 MAX_GROUP = 1 << 20
 
 
@@ -38,19 +40,25 @@ class Quantizer(NamedTuple):
     @classmethod
     def from_options(cls, codec: str, options: Mapping[str, object]) -> Self:
         """Read these options; the other keys are the caller's. Raises ConfigError naming the option."""
-        levels = choice(codec, options, "levels", get_args(ops.Levels), "zero")
         is_default = "group" not in options and "scale" not in options
         group = options.get("group", DEFAULT_GROUP if is_default else OTHER_GROUP)
-        scale = DEFAULT_SCALE if is_default else OTHER_SCALE
         if isinstance(group, bool) or not (group == "row" or (isinstance(group, int) and 1 <= group <= MAX_GROUP)):
             raise ConfigError(f"codec {codec!r}: group = {group!r} is not possible; use a number of values or 'row'")
+
+        def word(key: str, allowed: object, default: str) -> str:
+            return choice(codec, options, key, get_args(allowed), default)
+
+        bits = integer(codec, options, "bits", 1, 8, None)
+        rounding = word("rounding", ops.Rounding, "nearest")
+        may_choose = is_default and bits <= EITHER_UP_TO and rounding == "nearest" and options.get("fit") != "extreme"
+        levels = word("levels", ops.Levels, "either" if may_choose else "zero")
         chosen = cls(
-            bits=integer(codec, options, "bits", 1, 8, None),
+            bits=bits,
             group=cast("int", group) if group != "row" else None,
-            scale=cast("ops.Scale", choice(codec, options, "scale", get_args(ops.Scale), scale)),
-            rounding=cast("ops.Rounding", choice(codec, options, "rounding", get_args(ops.Rounding), "nearest")),
-            fit=cast("ops.Fit", choice(codec, options, "fit", get_args(ops.Fit), "least_error" if levels == "either" else "extreme")),
-            rotation=cast("ops.Rotation", choice(codec, options, "rotation", get_args(ops.Rotation), "none")),
+            scale=cast("ops.Scale", word("scale", ops.Scale, DEFAULT_SCALE if is_default else OTHER_SCALE)),
+            rounding=cast("ops.Rounding", rounding),
+            fit=cast("ops.Fit", word("fit", ops.Fit, "least_error" if levels == "either" else "extreme")),
+            rotation=cast("ops.Rotation", word("rotation", ops.Rotation, "none")),
             levels=cast("ops.Levels", levels),
         )
         chosen._check(codec)

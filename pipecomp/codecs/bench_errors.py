@@ -1,4 +1,4 @@
-"""The benchmark `pipecomp bench errors`: relative error of each quantizer at 1 to 8 bits on made and on recorded data. Takes no time.
+"""The benchmark `pipecomp bench errors`: relative error of each quantizer at 1 to 8 bits, on made and on recorded data.
 
 c_Q = RMS error / RMS value; the bits are those that scales and codes really take. A Gaussian source at R bits a value has no
 code with c_Q below 2^-R, so each figure stands beside its multiple of that. By the plain kernels: the others have the same bits.
@@ -59,7 +59,7 @@ def run(*, json: bool = False, path: Path = RESULTS, bits: Sequence[int] = BITS,
     outcome = results.result("pipecomp bench errors --json", rows, _bars(rows))
     _print(outcome, data)
     for name in missing:
-        sys.stdout.write(f"nothing recorded from {name}: its weights or text are not in examples/cache (scripts/fetch_examples.py)\n")
+        sys.stdout.write(f"nothing recorded from {name}: its weights or its text are not there; see scripts/fetch_examples.py\n")
     if json:
         results.write(path, outcome)
     return outcome

@@ -1,4 +1,4 @@
-"""`python -m pipecomp.experiments.quantizers`: which quantizer trains best at equal effective bits. Knows codecs by their options.
+"""`python -m pipecomp.experiments.quantizers`: which quantizer trains best at equal bits. Knows codecs by their options.
 
 A small GPT-2 is trained from scratch in a pipeline of four stages, once for each quantizer and seed; all else is the same. What
 counts is the loss on held-out text above that of the same seeds without compression, beside the bits a value really takes.

@@ -29,7 +29,6 @@ from pipecomp.native._vectors import (
     unpack,
 )
 from pipecomp.native.ops import (
-    CANDIDATE,
     MIN_BLOCK,
     OCTAVES,
     PLANES,
@@ -211,7 +210,7 @@ def _encode_group(
     num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
     is_fp32, is_fp16, is_e4m3, scale_nbytes, constants = constants_of(num_bits, scale.literal_value, flag)
     is_one_sided, drop = constants.centre == 0, constants.mantissa_drop * is_e4m3
-    near_factor, far_factor, smallest, largest, is_up, num_candidates = constants[2:8]
+    near_factor, far_factor, smallest, largest, is_up, num_candidates, candidate = constants[2:9]
     fixed_centre, is_fitted = np.float32(constants.centre), bool(flag & FITS)
     num_tried = num_candidates * (2 if flag & IS_EITHER else 1)
     sign = np.uint32(1 << (8 * scale_nbytes - 1))
@@ -251,7 +250,7 @@ def _encode_group(
             per_first, least = np.float32(1) / first, np.float32(np.inf)
             for index in range(num_tried):
                 is_between = index >= num_candidates
-                lower = np.uint32((index - num_candidates if is_between else index) * CANDIDATE)
+                lower = np.uint32((index - num_candidates if is_between else index) * candidate)
                 lower = np.uint32(as_bits(first) - np.uint32(min(lower, as_bits(first))))
                 tried = scale_pattern(as_float(lower), smallest, top, is_fp32, is_fp16, drop, is_up)
                 if tried > np.uint32(0):

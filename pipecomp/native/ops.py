@@ -71,8 +71,6 @@ SIGNS: Final[tuple[int, ...]] = tuple(
 """By place in its group, the sign that a difference gets before it is rotated: without structure, and known to both ends."""
 
 _NUM_CANDIDATES: Final = {1: 4, 2: 3, 3: 3, 4: 3}  # more win 1 % of the error on normal values; 2 from 5 bits on
-CANDIDATE: Final = 1 << 21
-"""From one step that is tried to the next below it, as the bits of a float32 count: a quarter of the step's octave."""
 
 
 class Layout(NamedTuple):
@@ -150,7 +148,8 @@ class Grid(NamedTuple):
     smallest: np.float32  # a step below this becomes 0: the group is sent as no change
     largest: np.float32  # a step above this becomes this: what the scale's dtype holds and no level overflows with
     rounds_up: bool  # the step, to the scale's dtype: then no value lies beyond the outermost level
-    num_candidates: int  # steps that are tried: the first, and those one CANDIDATE, two, ... below
+    num_candidates: int  # steps that are tried: the first, and those one `candidate`, two, ... below
+    candidate: int  # as the bits of a float32 count: a quarter of the octave, or an eighth
     mantissa_drop: int  # bits of a float32 that an e4m3 scale does not have; one more if its last one tells the levels
 
 
@@ -185,6 +184,7 @@ def grid(layout: Layout) -> Grid:
         largest=np.float32(largest),
         rounds_up=rounds_up,
         num_candidates=_NUM_CANDIDATES.get(layout.bits, 2) if layout.fit == "least_error" else 1,
+        candidate=1 << (21 if layout.bits < 4 or layout.levels == "either" else 20),
         mantissa_drop=21 if layout.levels == "either" else 20,
     )
 

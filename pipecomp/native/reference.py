@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pipecomp.native.ops import (
-    CANDIDATE,
     OCTAVES,
     PLANES,
     SIGNS,
@@ -152,7 +151,7 @@ def _top(differences: FloatArray, layout: Layout) -> int:
 
 
 def _steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArray, FloatArray]:
-    """Of each group, the signed step, already rounded to the scale's dtype: exactly the number that the decoder reads; the centre."""
+    """Of each group, the signed step, rounded to the scale's dtype, exactly the number that the decoder reads; and the centre."""
     constants = grid(layout)
     _, centre, near_factor, far_factor, smallest, largest, rounds_up, *_ = constants
     starts = np.arange(0, differences.size, layout.group)
@@ -178,7 +177,7 @@ def _steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArra
     least = np.full_like(first, np.inf)
     for tried_centre in (0.0, 0.5) if layout.levels == "either" else (0.0,):
         for index in range(constants.num_candidates):
-            lower = np.uint32(index * CANDIDATE)
+            lower = np.uint32(index * constants.candidate)
             pattern = first.view(np.uint32)
             tried = rounded(np.where(pattern > lower, pattern - lower, np.uint32(0)).view(np.float32))
             ratio = tried * _inverse(first)

@@ -20,7 +20,7 @@ from pipecomp.config import RunConfig
 from pipecomp.errors import ConfigError
 
 SECTIONS = [field.name for field in msgspec.structs.fields(RunConfig)]
-COMMANDS = ["launch RUN.toml", "coordinator RUN.toml", "worker", "bench kernels"]
+COMMANDS = ["launch RUN.toml", "coordinator RUN.toml", "worker", "bench kernels", "bench errors"]
 NO_DEFAULT = "–"
 
 
