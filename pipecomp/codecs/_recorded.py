@@ -63,7 +63,8 @@ def _record(source: Source) -> Mapping[str, npt.NDArray[np.float32]]:
 
     layers[source.layer].register_forward_hook(keep)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    first, gradient = torch.empty(0), torch.empty(0)
+    first: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         model(**batch).loss.backward()
@@ -72,6 +73,8 @@ def _record(source: Source) -> Mapping[str, npt.NDArray[np.float32]]:
             first, gradient = output[0].detach().clone(), output[0].grad
     with torch.no_grad():
         model(**batch)
+    assert first is not None
+    assert gradient is not None
     real = batch["attention_mask"].bool()
     kinds = {"activation": first, "change": output[0] - first, "gradient": gradient}
     return {name: values[real].numpy().astype(np.float32) for name, values in kinds.items()}

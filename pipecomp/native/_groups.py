@@ -308,7 +308,7 @@ def _decode_group(payload, unpacked, before, out, scale_at, at, start, length, t
         centre, is_known = fixed_centre, True
         if is_either and pattern & np.uint32(1):
             pattern = np.uint32(pattern & np.uint32(0xFE))
-            centre, is_known = np.float32(0.5), (pattern > np.uint32(0)) & (pattern < np.uint32(0x80))
+            centre, is_known = np.float32(0.5), bool((pattern > np.uint32(0)) & (pattern < np.uint32(0x80)))
         step = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
         dequantize(unpacked, before, out, at, start, length, step, centre, num_bits, num_lanes, flag)
         magnitude = abs(step)
