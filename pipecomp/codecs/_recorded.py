@@ -81,12 +81,10 @@ def _record(source: Source) -> Mapping[str, npt.NDArray[np.float32]]:
 
 
 def _model_and_batch(source: Source) -> tuple[Any, dict[str, torch.Tensor]]:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    from pipecomp.data.tokenizer import load_tokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     folder, is_causal = str(CACHE / source.folder), source.name.startswith("Smol")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     with (CACHE / source.text).open(encoding="utf-8") as lines:
         records = [json.loads(line) for line in itertools.islice(lines, NUM_TOKENS // source.length)]
     ids = [tokenizer(record["text"])["input_ids"][: source.length] for record in records]
