@@ -192,6 +192,14 @@ def quality(
     experiment.run(json=json, only=only, jobs=jobs)
 
 
+@bench.command()
+def errors(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
+    """Relative error of each quantizer at 1 to 8 bits, on made and on recorded data."""
+    from pipecomp.codecs import bench_errors
+
+    bench_errors.run(json=json)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; a user's mistake is one line on stderr, unless PIPECOMP_DEBUG=1 asks for the traceback."""
     try:

@@ -17,8 +17,9 @@ from pipecomp.types import TensorSpec
 class Uniform(Codec):
     """`bits` a value and one scale a group; the arithmetic and its error bound are those of `native.ops.encode`.
 
-    Options: `bits` (1-8, required), `group` (values that share a scale, default 64, or `row`), `scale` (`bf16`, `fp32`, `fp16`),
-    `rounding` (`nearest`, or `stochastic`: unbiased).
+    Options: `bits` (1-8, required), `group` (values that share a scale, or `row`), `scale` (`e4m3`, `bf16`, `fp32`, `fp16`),
+    `rounding` (`nearest`, or `stochastic`: unbiased), `fit` (`extreme`, or `least_error`), `rotation` (`none`, or `hadamard`).
+    With neither `group` nor `scale`: groups of 32 and e4m3.
     """
 
     name = "uniform"

@@ -12,7 +12,12 @@ import numba as nb
 import numpy as np
 from numba.extending import overload
 
+from pipecomp.native._rotation import rotate, unrotate
 from pipecomp.native._vectors import (
+    FITS,
+    HAS_AFTER,
+    HAS_BEFORE,
+    IS_EITHER,
     IS_STOCHASTIC,
     as_bits,
     as_float,
@@ -20,11 +25,24 @@ from pipecomp.native._vectors import (
     extremes,
     pack,
     quantize,
+    squared_error,
     unpack,
 )
-from pipecomp.native.ops import MIN_BLOCK, PLANES, SCALE_NBYTES, Grid, Layout, Scale, grid
+from pipecomp.native.ops import (
+    MIN_BLOCK,
+    OCTAVES,
+    PLANES,
+    SCALE_NBYTES,
+    Fit,
+    Grid,
+    Layout,
+    Levels,
+    Rounding,
+    Scale,
+    grid,
+)
 
-SCALES: tuple[Scale, ...] = ("fp32", "bf16", "fp16")
+SCALES: tuple[Scale, ...] = ("fp32", "bf16", "fp16", "e4m3")
 """A kernel's literal for a scale dtype is its place here."""
 
 PADDING = 8  # codes past the end of a block that its last bytes have room for, at most 7
@@ -37,14 +55,20 @@ def block_of(group):
 
 
 @nb.njit
-def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):
-    """The bits, in the scale's dtype, of a step >= 0 that is at most the largest; by integers, so no target needs float16."""
+def scale_pattern(step, smallest, top, is_fp32, is_fp16, mantissa_drop, is_up):
+    """The bits, in the scale's dtype, of a step >= 0 that is at most the largest; by integers, so no target needs float16.
+
+    `mantissa_drop`: bits of a float32 that an e4m3 scale does not have; 0 for others. `top`: the exponent that it is relative
+    to, of a step that is not smaller than this one.
+    """
     if step < smallest:
         return np.uint32(0)
     pattern = as_bits(step)
     if is_fp32:
         return pattern
     drop = np.uint32(16)  # mantissa bits that bf16 does not have
+    if mantissa_drop:
+        drop = np.uint32(mantissa_drop)
     if is_fp16:
         pattern = np.uint32(pattern - np.uint32(112 << 23))  # exponent bias 15 instead of 127
         drop = np.uint32(13)
@@ -57,15 +81,48 @@ def scale_pattern(step, smallest, is_fp32, is_fp16, is_up):
             return np.uint32(whole + np.uint32(1)) if goes_up else whole
     unit = np.uint32(np.uint32(1) << drop)
     if is_up:
-        return np.uint32((pattern + (unit - np.uint32(1))) >> drop)
-    return np.uint32((pattern + (unit >> np.uint32(1)) - np.uint32(1) + ((pattern >> drop) & np.uint32(1))) >> drop)
+        rounded = np.uint32((pattern + (unit - np.uint32(1))) >> drop)
+    else:
+        rounded = np.uint32((pattern + (unit >> np.uint32(1)) - np.uint32(1) + ((pattern >> drop) & np.uint32(1))) >> drop)
+    if mantissa_drop:
+        upper = np.int32(rounded << np.uint32(mantissa_drop - 20))
+        return np.uint32(max(upper - lowest_pattern(top), np.int32(0)))
+    return rounded
 
 
 @nb.njit
-def scale_value(pattern, is_fp32, is_fp16):
+def lowest_pattern(top):
+    """Upper 12 bits of a float32 that an e4m3 scale counts from."""
+    return np.int32((np.int32(top) + np.int32(1 - OCTAVES)) * np.int32(8))
+
+
+@nb.njit
+def top_exponent(largest, factor, smallest, limit, mantissa_drop, is_up):
+    """Biased exponent of a bound on all steps of a sample whose largest magnitude has these bits; 0 if none can be sent."""
+    step = min(as_float(largest) * factor, limit)
+    if step < smallest:
+        return np.uint32(0)
+    pattern = as_bits(step)
+    if is_up:
+        return np.uint32((pattern + np.uint32((1 << mantissa_drop) - 1)) >> np.uint32(23))
+    carry = np.uint32((1 << (mantissa_drop - 1)) - 1) + ((pattern >> np.uint32(mantissa_drop)) & np.uint32(1))
+    return np.uint32((pattern + carry) >> np.uint32(23))
+
+
+@nb.njit
+def scale_value(pattern, top, is_fp32, is_fp16, is_e4m3):
     """The float32 that a scale's bits stand for; NaN for what is not finite in its dtype."""
     if is_fp32:
         return as_float(pattern)
+    if is_e4m3:
+        place = np.int32(pattern & np.uint32(0x7F))
+        if place == np.int32(0):
+            return np.float32(0)
+        upper = place + lowest_pattern(top)
+        if upper < np.int32(8) or upper >= np.int32(0x7F8):
+            return np.float32(np.nan)
+        sign = np.uint32((pattern & np.uint32(0x80)) << np.uint32(24))
+        return as_float(np.uint32((np.uint32(upper) << np.uint32(20)) | sign))
     if is_fp16:
         sign = np.uint32((pattern & np.uint32(0x8000)) << np.uint32(16))
         pattern = np.uint32(pattern & np.uint32(0x7FFF))
@@ -117,6 +174,8 @@ def encode_group(
     at,
     length,
     scale_at,
+    place,
+    top,
     seed_low,
     seed_high,
     bits,
@@ -139,6 +198,8 @@ def _encode_group(
     at,
     length,
     scale_at,
+    place,
+    top,
     seed_low,
     seed_high,
     bits,
@@ -147,9 +208,11 @@ def _encode_group(
     flags,
 ):
     num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
-    is_fp32, is_fp16, scale_nbytes, constants = _constants(num_bits, scale.literal_value, flag)
-    is_up, is_one_sided = bool(flag & IS_STOCHASTIC), constants.centre == 0
-    near_factor, far_factor, smallest, largest = constants[2:]
+    is_fp32, is_fp16, is_e4m3, scale_nbytes, constants = constants_of(num_bits, scale.literal_value, flag)
+    is_one_sided, drop = constants.centre == 0, constants.mantissa_drop * is_e4m3
+    near_factor, far_factor, smallest, largest, is_up, num_candidates, candidate = constants[2:9]
+    fixed_centre, is_fitted = np.float32(constants.centre), bool(flag & FITS)
+    num_tried = num_candidates * (2 if flag & IS_EITHER else 1)
     sign = np.uint32(1 << (8 * scale_nbytes - 1))
 
     def inlined(
@@ -162,6 +225,8 @@ def _encode_group(
         at,
         length,
         scale_at,
+        place,
+        top,
         seed_low,
         seed_high,
         bits,
@@ -173,12 +238,36 @@ def _encode_group(
         below = np.uint32(below & np.uint32(0x7FFFFFFF)) if below > np.uint32(0x7FFFFFFF) else np.uint32(0)
         near, far = max(above, below), min(above, below)
         step = min(max(as_float(near) * near_factor, as_float(far) * far_factor), largest)
-        pattern = scale_pattern(step, smallest, is_fp32, is_fp16, is_up)
-        if is_one_sided and above > below and pattern > np.uint32(0):
+        pattern = scale_pattern(step, smallest, top, is_fp32, is_fp16, drop, is_up)
+        centre = fixed_centre
+        first = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
+        is_negative = is_one_sided and above > below and pattern > np.uint32(0)
+        if is_negative:
             pattern = np.uint32(pattern | sign)
-        write_scale(payload, scale_at, pattern, scale_nbytes)
-        step = scale_value(pattern, is_fp32, is_fp16)
+        step = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
         inverse = np.float32(1) / step if step != np.float32(0) else np.float32(0)
+        if is_fitted and pattern > np.uint32(0):
+            per_first, least = np.float32(1) / first, np.float32(np.inf)
+            for index in range(num_tried):
+                is_between = index >= num_candidates
+                lower = np.uint32((index - num_candidates if is_between else index) * candidate)
+                lower = np.uint32(as_bits(first) - np.uint32(min(lower, as_bits(first))))
+                tried = scale_pattern(as_float(lower), smallest, top, is_fp32, is_fp16, drop, is_up)
+                if tried > np.uint32(0):
+                    tried_step = scale_value(tried, top, is_fp32, is_fp16, is_e4m3)
+                    ratio = tried_step * per_first
+                    tried_centre = np.float32(0.5) if is_between else np.float32(0)
+                    if is_between:
+                        tried = np.uint32(tried | np.uint32(1))
+                    elif is_negative:
+                        tried, tried_step = np.uint32(tried | sign), -tried_step
+                    tried_inverse = np.float32(1) / tried_step
+                    error = squared_error(
+                        values, before, start, length, tried_inverse, tried_centre, num_bits, flag
+                    ) * (ratio * ratio)
+                    if error < least:
+                        least, pattern, step, inverse, centre = error, tried, tried_step, tried_inverse, tried_centre
+        write_scale(payload, scale_at, pattern, scale_nbytes)
         quantize(
             values,
             before,
@@ -189,6 +278,8 @@ def _encode_group(
             length,
             step,
             inverse,
+            centre,
+            place,
             seed_low,
             seed_high,
             num_bits,
@@ -200,32 +291,93 @@ def _encode_group(
     return inlined
 
 
-def decode_group(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+def decode_group(payload, unpacked, before, out, scale_at, at, start, length, top, bits, scale, lanes, flags):
     """The values of one group; return whether its scale is one that an encoder writes."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(decode_group, **_INLINE)
-def _decode_group(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+def _decode_group(payload, unpacked, before, out, scale_at, at, start, length, top, bits, scale, lanes, flags):
     num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
-    is_fp32, is_fp16, scale_nbytes, constants = _constants(num_bits, scale.literal_value, flag)
-    smallest, largest = constants.smallest, constants.largest
+    is_fp32, is_fp16, is_e4m3, scale_nbytes, constants = constants_of(num_bits, scale.literal_value, flag)
+    smallest, largest, fixed_centre = constants.smallest, constants.largest, np.float32(constants.centre)
+    is_either = bool(flag & IS_EITHER)
 
-    def inlined(payload, unpacked, before, out, scale_at, at, start, length, bits, scale, lanes, flags):
+    def inlined(payload, unpacked, before, out, scale_at, at, start, length, top, bits, scale, lanes, flags):
         pattern = read_scale(payload, scale_at, scale_nbytes)
-        step = scale_value(pattern, is_fp32, is_fp16)
-        dequantize(unpacked, before, out, at, start, length, step, num_bits, num_lanes, flag)
+        centre, is_known = fixed_centre, True
+        if is_either and pattern & np.uint32(1):
+            pattern = np.uint32(pattern & np.uint32(0xFE))
+            centre, is_known = np.float32(0.5), bool((pattern > np.uint32(0)) & (pattern < np.uint32(0x80)))
+        step = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
+        dequantize(unpacked, before, out, at, start, length, step, centre, num_bits, num_lanes, flag)
         magnitude = abs(step)
-        return (pattern == np.uint32(0)) | ((magnitude >= smallest) & (magnitude <= largest))
+        return is_known & ((pattern == np.uint32(0)) | ((magnitude >= smallest) & (magnitude <= largest)))
 
     return inlined
 
 
-def _constants(bits: int, scale_index: int, flags: int) -> tuple[bool, bool, int, Grid]:
-    """(is fp32, is fp16, bytes of a scale, grid) of what a kernel's literals stand for."""
+def encode_rotated(
+    values, before, after, payload, unpacked, scratch, start, at, length, scale_at, top, seed_low, seed_high,
+    bits, scale, lanes, flags,
+):  # fmt: skip
+    """`encode_group` of a rotated group; `scratch` holds it, and what it decodes to."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(encode_rotated, **_INLINE)
+def _encode_rotated(
+    values, before, after, payload, unpacked, scratch, start, at, length, scale_at, top, seed_low, seed_high,
+    bits, scale, lanes, flags,
+):  # fmt: skip
+    num_bits, scale_index, size, flag = bits.literal_value, scale.literal_value, length.literal_value, flags.literal_value
+    num_lanes, flat, has_after = lanes.literal_value, flag & ~HAS_BEFORE, bool(flag & HAS_AFTER)
+
+    def inlined(
+        values, before, after, payload, unpacked, scratch, start, at, length, scale_at, top, seed_low, seed_high,
+        bits, scale, lanes, flags,
+    ):  # fmt: skip
+        rotate(values, before, scratch[0], start, size, flag)
+        largest = encode_group(
+            scratch[0], scratch[0], scratch[1], payload, unpacked, np.int64(0), at, np.int64(size), scale_at,
+            start, top, seed_low, seed_high, num_bits, scale_index, num_lanes, flat,
+        )  # fmt: skip
+        if has_after:
+            unrotate(scratch[1], before, after, start, size, flag)
+        return largest
+
+    return inlined
+
+
+def decode_rotated(payload, unpacked, before, out, scratch, scale_at, at, start, length, top, bits, scale, lanes, flags):
+    """`decode_group` of a rotated group."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(decode_rotated, **_INLINE)
+def _decode_rotated(payload, unpacked, before, out, scratch, scale_at, at, start, length, top, bits, scale, lanes, flags):
+    num_bits, scale_index, size, flag = bits.literal_value, scale.literal_value, length.literal_value, flags.literal_value
+    num_lanes, flat = lanes.literal_value, flag & ~HAS_BEFORE
+
+    def inlined(payload, unpacked, before, out, scratch, scale_at, at, start, length, top, bits, scale, lanes, flags):
+        is_good = decode_group(
+            payload, unpacked, scratch[0], scratch[0], scale_at, at, np.int64(0), np.int64(size), top,
+            num_bits, scale_index, num_lanes, flat,
+        )  # fmt: skip
+        unrotate(scratch[0], before, out, start, size, flag)
+        return is_good
+
+    return inlined
+
+
+def constants_of(bits: int, scale_index: int, flags: int) -> tuple[bool, bool, bool, int, Grid]:
+    """(is fp32, is fp16, is e4m3, bytes of a scale, grid) of what a kernel's literals stand for."""
     scale = SCALES[scale_index]
-    layout = Layout(bits, 1, scale, "stochastic" if flags & IS_STOCHASTIC else "nearest")
-    return scale == "fp32", scale == "fp16", SCALE_NBYTES[scale], grid(layout)
+    rounding: Rounding = "stochastic" if flags & IS_STOCHASTIC else "nearest"
+    fit: Fit = "least_error" if flags & FITS else "extreme"
+    levels: Levels = "either" if flags & IS_EITHER else "zero"
+    layout = Layout(bits, 1, scale, rounding, fit, levels=levels)
+    return scale == "fp32", scale == "fp16", scale == "e4m3", SCALE_NBYTES[scale], grid(layout)
 
 
 def pack_block(unpacked, length, codes, offset, bits):

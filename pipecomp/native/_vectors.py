@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-HAS_BEFORE, HAS_AFTER, IS_STOCHASTIC = 1, 2, 4
+HAS_BEFORE, HAS_AFTER, IS_STOCHASTIC, FITS, IS_EITHER = 1, 2, 4, 8, 16
 
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 
@@ -44,10 +44,10 @@ def extremes(typing_context, values, before, start, length, lanes, flags):
     has_before = flags.literal_value & HAS_BEFORE
 
     def generate(context, builder, signature, args):
-        memory = _Memory(context, builder, signature, args)
+        memory = Memory(context, builder, signature, args)
         kinds = (("smax", builder.icmp_signed), ("umax", builder.icmp_unsigned))
         widest = {
-            (kind, num_lanes): cgutils.alloca_once_value(builder, _splat(_INT, 0, num_lanes))
+            (kind, num_lanes): cgutils.alloca_once_value(builder, splat(_INT, 0, num_lanes))
             for kind, _ in kinds
             for num_lanes in _widths(lanes.literal_value)
         }
@@ -87,19 +87,25 @@ def quantize(
     length,
     step,
     inverse,
+    centre,
+    place,
     seed_low,
     seed_high,
     bits,
     lanes,
     flags,
 ):
-    """Codes of the group at `values[start:]` into `unpacked[at:]`; what they decode to into `after[start:]`."""
+    """Codes of the group at `values[start:]` into `unpacked[at:]`; what they decode to into `after[start:]`.
+
+    `place`: of its first value in the sample, for chance.
+    """
     num_bits, flag = bits.literal_value, flags.literal_value
-    half, centre, top = _half(num_bits), _centre(num_bits, flag), float(2**num_bits - 1)
+    half, top = _half(num_bits), float(2**num_bits - 1)
 
     def generate(context, builder, signature, args):
-        memory = _Memory(context, builder, signature, args)
-        _, _, _, _, start, at, length, step, inverse, seed_low, seed_high, *_ = args
+        memory = Memory(context, builder, signature, args)
+        _, _, _, _, start, at, length, step, inverse, centre, place, seed_low, seed_high, *_ = args
+        lowest = builder.fsub(centre, _FLOAT(half))
 
         def chunk(offset, num_lanes):
             here = builder.add(start, offset)
@@ -109,36 +115,80 @@ def quantize(
                 differences = builder.fsub(differences, message)
             position = builder.fmul(differences, _broadcast(builder, inverse, num_lanes))
             if flag & IS_STOCHASTIC:
-                position = builder.fadd(position, _splat(_FLOAT, half - centre, num_lanes))
-                position = builder.fadd(position, _uniform(builder, here, seed_low, seed_high, num_lanes))
+                position = builder.fsub(position, _broadcast(builder, lowest, num_lanes))
+                position = builder.fadd(position, _uniform(builder, builder.add(place, offset), seed_low, seed_high, num_lanes))
             else:
-                position = builder.fadd(position, _splat(_FLOAT, half + 0.5, num_lanes))
-            for comparison, bound in ((">", 0.0), ("<", top)):
-                limit = _splat(_FLOAT, bound, num_lanes)
-                position = builder.select(builder.fcmp_ordered(comparison, position, limit), position, limit)
-            codes = builder.fptosi(position, ir.VectorType(_INT, num_lanes))
+                nearest = builder.fsub(_FLOAT(0.5), lowest)
+                position = builder.fadd(position, _broadcast(builder, nearest, num_lanes))
+            codes = builder.fptosi(_clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
             memory.store(3, builder.add(at, offset), builder.trunc(codes, ir.VectorType(_BYTE, num_lanes)))
             if flag & HAS_AFTER:
-                memory.store(2, here, _reconstruct(builder, codes, centre - half, step, message))
+                memory.store(2, here, _reconstruct(builder, codes, lowest, step, message))
 
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
 
     arguments = (
-        values, before, after, unpacked, start, at, length, step, inverse, seed_low, seed_high, bits, lanes, flags,
+        values, before, after, unpacked, start, at, length, step, inverse, centre, place, seed_low, seed_high,
+        bits, lanes, flags,
     )  # fmt: skip
     return nb.void(*arguments), generate
 
 
 @intrinsic(prefer_literal=True)
-def dequantize(typing_context, unpacked, before, out, at, start, length, step, bits, lanes, flags):
+def squared_error(typing_context, values, before, start, length, inverse, centre, bits, flags):
+    """Squared error of a group to nearest levels, in steps squared: 16 sums of every 16th value, folded in halves."""
+    num_bits, has_before, num_sums = bits.literal_value, flags.literal_value & HAS_BEFORE, 16
+    half, top = _half(num_bits), float(2**num_bits - 1)
+
+    def generate(context, builder, signature, args):
+        memory = Memory(context, builder, signature, args)
+        _, _, start, length, inverse, centre, *_ = args
+        lowest = builder.fsub(centre, _FLOAT(half))
+        nearest = builder.fsub(_FLOAT(0.5), lowest)
+        sums = cgutils.alloca_once_value(builder, splat(_FLOAT, 0.0, num_sums))
+
+        def chunk(offset, num_lanes):
+            here = builder.add(start, offset)
+            exact = memory.load(0, here, num_lanes)
+            if has_before:
+                exact = builder.fsub(exact, memory.load(1, here, num_lanes))
+            exact = builder.fmul(exact, _broadcast(builder, inverse, num_lanes))
+            position = builder.fadd(exact, _broadcast(builder, nearest, num_lanes))
+            codes = builder.fptosi(_clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
+            level = builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes))
+            level = builder.fadd(level, _broadcast(builder, lowest, num_lanes))
+            error = builder.fsub(exact, level)
+            square = builder.fmul(error, error)
+            old = builder.load(sums)
+            if num_lanes == num_sums:
+                builder.store(builder.fadd(old, square), sums)
+                return
+            lane = builder.trunc(builder.urem(offset, offset.type(num_sums)), _INT)
+            added = builder.fadd(builder.extract_element(old, lane), builder.extract_element(square, _INT(0)))
+            builder.store(builder.insert_element(old, added, lane), sums)
+
+        _for_chunks(builder, length, num_sums, chunk)
+        folded = builder.load(sums)
+        width = num_sums
+        while width > 1:
+            width //= 2
+            first = shuffle(builder, folded, range(width))
+            folded = builder.fadd(first, shuffle(builder, folded, range(width, 2 * width)))
+        return builder.extract_element(folded, _INT(0))
+
+    return nb.float32(values, before, start, length, inverse, centre, bits, flags), generate
+
+
+@intrinsic(prefer_literal=True)
+def dequantize(typing_context, unpacked, before, out, at, start, length, step, centre, bits, lanes, flags):
     """What the group of codes at `unpacked[at:]` decodes to, into `out[start:]`."""
-    lowest = _centre(bits.literal_value, flags.literal_value) - _half(bits.literal_value)
     has_before = flags.literal_value & HAS_BEFORE
 
     def generate(context, builder, signature, args):
-        memory = _Memory(context, builder, signature, args)
-        _, _, _, at, start, length, step, *_ = args
+        memory = Memory(context, builder, signature, args)
+        _, _, _, at, start, length, step, centre, *_ = args
+        lowest = builder.fsub(centre, _FLOAT(_half(bits.literal_value)))
 
         def chunk(offset, num_lanes):
             here = builder.add(start, offset)
@@ -150,7 +200,7 @@ def dequantize(typing_context, unpacked, before, out, at, start, length, step, b
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
 
-    return nb.void(unpacked, before, out, at, start, length, step, bits, lanes, flags), generate
+    return nb.void(unpacked, before, out, at, start, length, step, centre, bits, lanes, flags), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -159,7 +209,7 @@ def pack(typing_context, unpacked, codes, offset, nbytes, shift, width):
     low, num_bits = shift.literal_value, width.literal_value
 
     def generate(context, builder, signature, args):
-        memory = _Memory(context, builder, signature, args)
+        memory = Memory(context, builder, signature, args)
         _, _, offset, nbytes, *_ = args
 
         def chunk(at, num_lanes):
@@ -167,10 +217,10 @@ def pack(typing_context, unpacked, codes, offset, nbytes, shift, width):
             for part in range(8 // num_bits):
                 piece = memory.load(0, builder.add(at, builder.mul(nbytes, nbytes.type(part))), num_lanes)
                 if low:
-                    piece = builder.lshr(piece, _splat(_BYTE, low, num_lanes))
-                piece = builder.and_(piece, _splat(_BYTE, 2**num_bits - 1, num_lanes))
+                    piece = builder.lshr(piece, splat(_BYTE, low, num_lanes))
+                piece = builder.and_(piece, splat(_BYTE, 2**num_bits - 1, num_lanes))
                 if part:
-                    piece = builder.shl(piece, _splat(_BYTE, num_bits * part, num_lanes))
+                    piece = builder.shl(piece, splat(_BYTE, num_bits * part, num_lanes))
                 packed = piece if packed is None else builder.or_(packed, piece)
             memory.store(1, builder.add(offset, at), packed)
 
@@ -186,17 +236,17 @@ def unpack(typing_context, codes, unpacked, offset, nbytes, shift, width):
     low, num_bits = shift.literal_value, width.literal_value
 
     def generate(context, builder, signature, args):
-        memory = _Memory(context, builder, signature, args)
+        memory = Memory(context, builder, signature, args)
         _, _, offset, nbytes, *_ = args
 
         def chunk(at, num_lanes):
             packed = memory.load(0, builder.add(offset, at), num_lanes)
             for part in range(8 // num_bits):
-                piece = builder.lshr(packed, _splat(_BYTE, num_bits * part, num_lanes)) if part else packed
-                piece = builder.and_(piece, _splat(_BYTE, 2**num_bits - 1, num_lanes))
+                piece = builder.lshr(packed, splat(_BYTE, num_bits * part, num_lanes)) if part else packed
+                piece = builder.and_(piece, splat(_BYTE, 2**num_bits - 1, num_lanes))
                 index = builder.add(at, builder.mul(nbytes, nbytes.type(part)))
                 if low:
-                    piece = builder.shl(piece, _splat(_BYTE, low, num_lanes))
+                    piece = builder.shl(piece, splat(_BYTE, low, num_lanes))
                     piece = builder.or_(memory.load(1, index, num_lanes), piece)
                 memory.store(1, index, piece)
 
@@ -222,7 +272,7 @@ def _for_chunks(builder, length, num_lanes, body) -> None:
         done = builder.add(done, builder.mul(num_chunks, length.type(width)))
 
 
-class _Memory:
+class Memory:
     """Vector loads and stores on the array arguments of one intrinsic, named by their number."""
 
     def __init__(self, context, builder, signature, args) -> None:
@@ -259,25 +309,34 @@ def _half(bits):
     return float(2 ** (bits - 1))
 
 
-def _centre(bits, flags):
-    # As `ops.Grid` has it: no level at zero with one bit and stochastic rounding.
-    return 0.5 if bits == 1 and flags & IS_STOCHASTIC else 0.0
-
-
-def _splat(element, constant, num_lanes):
+def splat(element, constant, num_lanes):
     return ir.Constant(ir.VectorType(element, num_lanes), [constant] * num_lanes)
+
+
+def _clamp(builder, position, top):
+    """To 0 .. top; a NaN to top."""
+    for comparison, bound in ((">", 0.0), ("<", top)):
+        limit = splat(_FLOAT, bound, position.type.count)
+        position = builder.select(builder.fcmp_ordered(comparison, position, limit), position, limit)
+    return position
+
+
+def shuffle(builder, vector, lanes):
+    """The vector of these lanes of `vector`."""
+    order = ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
 
 def _broadcast(builder, scalar, num_lanes):
     vector = ir.VectorType(scalar.type, num_lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _INT(0))
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), _splat(_INT, 0, num_lanes))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), splat(_INT, 0, num_lanes))
 
 
 def _reconstruct(builder, codes, lowest, step, message):
     """Message + (code + lowest) * step, each operation rounded by itself; codes as 32-bit lanes."""
     num_lanes = codes.type.count
-    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), _splat(_FLOAT, lowest, num_lanes))
+    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), _broadcast(builder, lowest, num_lanes))
     change = builder.fmul(level, _broadcast(builder, step, num_lanes))
     return change if message is None else builder.fadd(message, change)
 
@@ -287,13 +346,13 @@ def _uniform(builder, start, seed_low, seed_high, num_lanes):
     vector = ir.VectorType(_INT, num_lanes)
     mixed = _broadcast(builder, builder.trunc(start, _INT), num_lanes)
     mixed = builder.add(mixed, ir.Constant(vector, list(range(num_lanes))))
-    mixed = builder.mul(mixed, _splat(_INT, 0x9E3779B1, num_lanes))
+    mixed = builder.mul(mixed, splat(_INT, 0x9E3779B1, num_lanes))
     mixed = builder.xor(mixed, _broadcast(builder, seed_low, num_lanes))
-    mixed = builder.xor(mixed, builder.lshr(mixed, _splat(_INT, 16, num_lanes)))
-    mixed = builder.mul(mixed, _splat(_INT, 0x7FEB352D, num_lanes))
+    mixed = builder.xor(mixed, builder.lshr(mixed, splat(_INT, 16, num_lanes)))
+    mixed = builder.mul(mixed, splat(_INT, 0x7FEB352D, num_lanes))
     mixed = builder.xor(mixed, _broadcast(builder, seed_high, num_lanes))
-    mixed = builder.xor(mixed, builder.lshr(mixed, _splat(_INT, 15, num_lanes)))
-    mixed = builder.mul(mixed, _splat(_INT, 0x846CA68B, num_lanes))
-    mixed = builder.xor(mixed, builder.lshr(mixed, _splat(_INT, 16, num_lanes)))
-    whole = builder.sitofp(builder.lshr(mixed, _splat(_INT, 8, num_lanes)), ir.VectorType(_FLOAT, num_lanes))
-    return builder.fmul(whole, _splat(_FLOAT, 2.0**-24, num_lanes))
+    mixed = builder.xor(mixed, builder.lshr(mixed, splat(_INT, 15, num_lanes)))
+    mixed = builder.mul(mixed, splat(_INT, 0x846CA68B, num_lanes))
+    mixed = builder.xor(mixed, builder.lshr(mixed, splat(_INT, 16, num_lanes)))
+    whole = builder.sitofp(builder.lshr(mixed, splat(_INT, 8, num_lanes)), ir.VectorType(_FLOAT, num_lanes))
+    return builder.fmul(whole, splat(_FLOAT, 2.0**-24, num_lanes))

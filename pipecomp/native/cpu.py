@@ -20,18 +20,21 @@ from typing import Any, NamedTuple
 import numba as nb
 import numpy as np
 
-from pipecomp.native import _groups, _vectors, ops
+from pipecomp.native import _groups, _rotation, _vectors, ops
 from pipecomp.native._groups import (
     PADDING,
     SCALES,
     block_of,
     decode_group,
+    decode_rotated,
     encode_group,
+    encode_rotated,
     pack_block,
+    top_exponent,
     unpack_block,
 )
-from pipecomp.native._vectors import HAS_AFTER, HAS_BEFORE, IS_STOCHASTIC
-from pipecomp.native.ops import SCALE_NBYTES, ByteArray, FloatArray, Layout
+from pipecomp.native._vectors import FITS, HAS_AFTER, HAS_BEFORE, IS_EITHER, IS_STOCHASTIC, extremes
+from pipecomp.native.ops import SCALE_NBYTES, ByteArray, FloatArray, Layout, grid
 
 _FLOATS_IN = nb.types.Array(nb.float32, 1, "C", readonly=True)
 _FLOATS_OUT = nb.types.Array(nb.float32, 1, "C")
@@ -46,6 +49,7 @@ FIXED_GROUPS = (16, 32, 64, 128, 256)
 """Groups whose length is a constant of their kernels; all others share one kernel, which takes it as an argument."""
 
 MAX_LANES = 64
+_STRIDE = 4096  # values looked at together for the largest of a sample
 
 
 class Config(NamedTuple):
@@ -101,8 +105,9 @@ def _encoding(layout: Layout) -> Layout:
 
 @functools.lru_cache(maxsize=1024)
 def _decoding(layout: Layout) -> Layout:
-    """The same for the decoder, which heeds the rounding for one bit only."""
-    return _encoding(layout) if layout.bits == 1 else _encoding(layout)._replace(rounding="nearest")
+    """The same for the decoder, which heeds the rounding for one bit only, and never how a step was found."""
+    layout = _encoding(layout)._replace(fit="extreme")
+    return layout if layout.bits == 1 else layout._replace(rounding="nearest")
 
 
 def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmath: bool = False) -> Callable[..., Any]:
@@ -118,7 +123,7 @@ def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmat
 def _sources() -> str:
     """Digest of all that kernels are made of. Numba itself would look at this file alone, and load kernels made of old parts."""
     digest = hashlib.sha256()
-    for module in (ops, _vectors, _groups, sys.modules[__name__]):
+    for module in (ops, _vectors, _rotation, _groups, sys.modules[__name__]):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
 
@@ -126,10 +131,20 @@ def _sources() -> str:
 @functools.cache
 def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[..., Any]:
     """`layout.group` is a constant of the kernel, or 0: then the kernel takes it as an argument."""
-    bits, fixed_group, scale, rounding = layout
+    bits, fixed_group, scale, rounding, fit, rotation, levels = layout
     flags = HAS_BEFORE * has_in | HAS_AFTER * has_out | IS_STOCHASTIC * (rounding == "stochastic")
+    flags |= FITS * (fit != "extreme") | IS_EITHER * (levels == "either")
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
+    is_relative, is_rotated = scale == "e4m3", rotation != "none"
+    constants = grid(layout)
+    factor, smallest, limit, drop, rounds_up = (
+        max(constants.near_factor, constants.far_factor),
+        constants.smallest,
+        constants.largest,
+        constants.mantissa_drop,
+        constants.rounds_up,
+    )
 
     # Whole blocks first, where lengths are constants and loops unroll; then the last, short block, in the same order of bytes.
     def kernel(values, before, after, payload, any_group, seed_low, seed_high):
@@ -137,68 +152,114 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
         block = block_of(group)
         num_values = values.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
-        worst = np.uint32(0)
-        scale_at, offset = np.int64(0), (num_values + group - 1) // group * scale_nbytes
+        scratch = (np.empty(fixed_group, np.float32), np.empty(fixed_group, np.float32))
+        worst, top = np.uint32(0), np.uint32(0)
+        scale_at, offset = np.int64(is_relative), is_relative + (num_values + group - 1) // group * scale_nbytes
         whole = num_values - num_values % block
+        if is_relative:
+            for start in range(0, num_values, _STRIDE):
+                above, below = extremes(values, before, start, min(_STRIDE, num_values - start), MAX_LANES, flags)
+                worst = max(worst, above, below & np.uint32(0x7FFFFFFF))
+            if worst >= np.uint32(0x7F800000):
+                return False
+            top = top_exponent(worst, factor, smallest, limit, drop, rounds_up)
+            payload[0] = np.uint8(top)
         for block_start in range(0, whole, block):
             for at in range(0, block, group):
-                largest = encode_group(
-                    values, before, after, payload, unpacked, block_start + at, at, group, scale_at,
-                    seed_low, seed_high, bits, scale_index, lanes, flags,
-                )  # fmt: skip
+                if is_rotated:
+                    largest = encode_rotated(
+                        values, before, after, payload, unpacked, scratch, block_start + at, at, fixed_group, scale_at,
+                        top, seed_low, seed_high, bits, scale_index, lanes, flags,
+                    )  # fmt: skip
+                else:
+                    largest = encode_group(
+                        values, before, after, payload, unpacked, block_start + at, at, group, scale_at,
+                        block_start + at, top, seed_low, seed_high, bits, scale_index, lanes, flags,
+                    )  # fmt: skip
                 worst = max(worst, largest)
                 scale_at += scale_nbytes
             offset = pack_block(unpacked, block, payload, offset, bits)
         for start in range(whole, num_values, group):
-            largest = encode_group(
-                values, before, after, payload, unpacked, start, start - whole, min(group, num_values - start), scale_at,
-                seed_low, seed_high, bits, scale_index, lanes, flags,
-            )  # fmt: skip
+            length = min(group, num_values - start)
+            if is_rotated and length == group:
+                largest = encode_rotated(
+                    values, before, after, payload, unpacked, scratch, start, start - whole, fixed_group, scale_at,
+                    top, seed_low, seed_high, bits, scale_index, lanes, flags,
+                )  # fmt: skip
+            else:
+                largest = encode_group(
+                    values, before, after, payload, unpacked, start, start - whole, length, scale_at,
+                    start, top, seed_low, seed_high, bits, scale_index, lanes, flags,
+                )  # fmt: skip
             worst = max(worst, largest)
             scale_at += scale_nbytes
         pack_block(unpacked, num_values - whole, payload, offset, bits)
         return worst < np.uint32(0x7F800000)
 
-    name = f"encode{bits}_{scale}_{rounding}{'_from' * has_in}{'_to' * has_out}_g{fixed_group or 'any'}"
+    name = f"encode{_words(layout)}{'_from' * has_in}{'_to' * has_out}"
     return _compile(kernel, _ENCODE, name)
 
 
 @functools.cache
 def _decode_kernel(layout: Layout, has_in: bool) -> Callable[..., Any]:
     """As `_encode_kernel` has it."""
-    bits, fixed_group, scale, rounding = layout
-    flags = HAS_BEFORE * has_in | IS_STOCHASTIC * (rounding == "stochastic")
+    bits, fixed_group, scale, rounding, _, rotation, levels = layout
+    flags = HAS_BEFORE * has_in | IS_STOCHASTIC * (rounding == "stochastic") | IS_EITHER * (levels == "either")
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
+    is_relative, is_rotated = scale == "e4m3", rotation != "none"
 
     def kernel(payload, before, out, any_group):
         group = np.int64(fixed_group or any_group)
         block = block_of(group)
         num_values = out.size
         unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
-        is_good = True
-        scale_at, offset = np.int64(0), (num_values + group - 1) // group * scale_nbytes
+        scratch = (np.empty(fixed_group, np.float32), np.empty(fixed_group, np.float32))
+        is_good, top = True, np.uint32(0)
+        scale_at, offset = np.int64(is_relative), is_relative + (num_values + group - 1) // group * scale_nbytes
+        if is_relative:
+            top = np.uint32(payload[0])
+            is_good &= payload[0] < 255
         whole = num_values - num_values % block
         for block_start in range(0, whole, block):
             offset, is_padded = unpack_block(payload, offset, unpacked, block, bits)
             is_good &= is_padded
             for at in range(0, block, group):
-                is_good &= decode_group(
-                    payload, unpacked, before, out, scale_at, at, block_start + at, group,
-                    bits, scale_index, lanes, flags,
-                )  # fmt: skip
+                if is_rotated:
+                    is_good &= decode_rotated(
+                        payload, unpacked, before, out, scratch, scale_at, at, block_start + at, fixed_group, top,
+                        bits, scale_index, lanes, flags,
+                    )  # fmt: skip
+                else:
+                    is_good &= decode_group(
+                        payload, unpacked, before, out, scale_at, at, block_start + at, group, top,
+                        bits, scale_index, lanes, flags,
+                    )  # fmt: skip
                 scale_at += scale_nbytes
         offset, is_padded = unpack_block(payload, offset, unpacked, num_values - whole, bits)
         is_good &= is_padded
         for start in range(whole, num_values, group):
-            is_good &= decode_group(
-                payload, unpacked, before, out, scale_at, start - whole, start, min(group, num_values - start),
-                bits, scale_index, lanes, flags,
-            )  # fmt: skip
+            length = min(group, num_values - start)
+            if is_rotated and length == group:
+                is_good &= decode_rotated(
+                    payload, unpacked, before, out, scratch, scale_at, start - whole, start, fixed_group, top,
+                    bits, scale_index, lanes, flags,
+                )  # fmt: skip
+            else:
+                is_good &= decode_group(
+                    payload, unpacked, before, out, scale_at, start - whole, start, length, top,
+                    bits, scale_index, lanes, flags,
+                )  # fmt: skip
             scale_at += scale_nbytes
         return is_good
 
-    return _compile(kernel, _DECODE, f"decode{bits}_{scale}_{rounding}{'_from' * has_in}_g{fixed_group or 'any'}")
+    return _compile(kernel, _DECODE, f"decode{_words(layout)}{'_from' * has_in}")
+
+
+def _words(layout: Layout) -> str:
+    """A layout as part of a kernel's name; a group of 0 is any."""
+    bits, group, *names = layout
+    return "_".join([str(bits), *names, f"g{group or 'any'}"])
 
 
 @functools.cache

@@ -4,9 +4,9 @@ Every backend (`reference`, `cpu`, a device's) gives the same bits for the same 
 arithmetic. Here the arguments are checked once, then a backend is picked.
 
     values (n,) fp32 ── minus message_in ──> differences, cut into groups of `layout.group`
-      group of g differences   -> one scale (its step), and g codes of `bits` bits
+      group of g differences   -> one scale (its step), and g codes of `bits` bits; with a rotation, of the rotated differences
       block = the fewest whole groups that hold at least 128 values: the unit of packing
-      payload = all scales, then all blocks
+      payload = all scales (before them, with e4m3 scales, the byte that they are relative to), then all blocks
       block of L codes         -> one plane of bytes for each width in PLANES[bits], low bits first
       plane of width w         -> Q = ceil(L * w / 8) bytes; code i sits in byte i % Q, shifted left by w * (i // Q)
 
@@ -26,12 +26,15 @@ import numpy.typing as npt
 
 from pipecomp.errors import CodecError, CorruptPayload, NonFiniteValues
 
-Scale = Literal["fp32", "bf16", "fp16"]
+Scale = Literal["fp32", "bf16", "fp16", "e4m3"]
 Rounding = Literal["nearest", "stochastic"]
+Fit = Literal["extreme", "least_error"]
+Rotation = Literal["none", "hadamard"]
+Levels = Literal["zero", "either"]
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
-_ROUNDINGS: Final = get_args(Rounding)
+_CHOICES: Final = {"scale": Scale, "rounding": Rounding, "fit": Fit, "rotation": Rotation, "levels": Levels}
 
 MIN_BLOCK: Final = 128
 """A block holds at least this many values (the last one may be shorter): eight 16-byte vectors of one-bit codes."""
@@ -48,13 +51,26 @@ PLANES: Final[dict[int, tuple[int, ...]]] = {
 }
 """Widths of the planes that codes of so many bits are cut into; the first plane holds the lowest bits."""
 
-SCALE_NBYTES: Final[dict[Scale, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+SCALE_NBYTES: Final[dict[Scale, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "e4m3": 1}
 _SCALE_MAX: Final[dict[Scale, float]] = {
     "fp32": float(np.finfo(np.float32).max),
     "bf16": float.fromhex("0x1.FEp127"),
     "fp16": 65504.0,
+    "e4m3": float.fromhex("0x1.Ep127"),
 }
-_SCALE_MANTISSA: Final[dict[Scale, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}
+_SCALE_MANTISSA: Final[dict[Scale, int]] = {"fp32": 24, "bf16": 8, "fp16": 11, "e4m3": 4}
+
+OCTAVES: Final = 16
+"""An e4m3 scale is within so many octaves of the sample's largest; a group with a smaller step is sent as no change."""
+
+ROTATED_GROUPS: Final = (16, 32, 64, 128, 256)
+
+SIGNS: Final[tuple[int, ...]] = tuple(
+    -1 if ((i * 0x9E3779B1) ^ (i * 0x9E3779B1 >> 15)) * 0x846CA68B & 0x80000000 else 1 for i in range(ROTATED_GROUPS[-1])
+)
+"""By place in its group, the sign that a difference gets before it is rotated: without structure, and known to both ends."""
+
+_NUM_CANDIDATES: Final = {1: 4, 2: 3, 3: 3, 4: 3}  # more win 1 % of the error on normal values; 2 from 5 bits on
 
 
 class Layout(NamedTuple):
@@ -64,6 +80,9 @@ class Layout(NamedTuple):
     group: int  # values that share one scale, >= 1; the last group of an array may be shorter
     scale: Scale = "bf16"
     rounding: Rounding = "nearest"  # the decoder heeds it for one bit only
+    fit: Fit = "extreme"  # the encoder's alone: whether the step follows from the group's extreme, or has the least error
+    rotation: Rotation = "none"  # of whole groups
+    levels: Levels = "zero"  # "either": each group has a level at zero, or levels at half steps, whichever errs less
 
 
 def check_layout(layout: Layout) -> None:
@@ -72,10 +91,15 @@ def check_layout(layout: Layout) -> None:
         raise CodecError(f"bits must be 1 to 8, got {layout.bits!r}")
     if layout.group < 1:
         raise CodecError(f"group must be at least 1, got {layout.group!r}")
-    if layout.scale not in SCALE_NBYTES:
-        raise CodecError(f"scale must be one of {', '.join(get_args(Scale))}, got {layout.scale!r}")
-    if layout.rounding not in _ROUNDINGS:
-        raise CodecError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {layout.rounding!r}")
+    for field, kind in _CHOICES.items():
+        if getattr(layout, field) not in get_args(kind):
+            raise CodecError(f"{field} must be one of {', '.join(get_args(kind))}, got {getattr(layout, field)!r}")
+    if layout.fit == "least_error" and layout.rounding == "stochastic":
+        raise CodecError("fit must be 'extreme' with stochastic rounding: a step of least error clips, and is not unbiased")
+    if layout.levels == "either" and (layout.fit, layout.scale) != ("least_error", "e4m3"):
+        raise CodecError("levels can be 'either' only with fit 'least_error', which chooses, and scale 'e4m3', which says so")
+    if layout.rotation == "hadamard" and layout.group not in ROTATED_GROUPS:
+        raise CodecError(f"group must be one of {', '.join(map(str, ROTATED_GROUPS))} to be rotated, got {layout.group}")
 
 
 def block_length(group: int) -> int:
@@ -95,8 +119,9 @@ def codes_nbytes(num_values: int, layout: Layout) -> int:
 
 
 def scales_nbytes(num_values: int, layout: Layout) -> int:
-    """Exact bytes of the scales of `num_values` values, one for each group begun."""
-    return -(-num_values // layout.group) * SCALE_NBYTES[layout.scale]
+    """Exact bytes of the scales of `num_values` values, one for each group begun, and what they are relative to."""
+    head = 1 if layout.scale == "e4m3" and num_values else 0
+    return head + -(-num_values // layout.group) * SCALE_NBYTES[layout.scale]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,6 +138,7 @@ class Grid(NamedTuple):
 
         nearest, 2 bits    -2 ---- -1 ----- 0 ----- 1        the extreme is at -2.25; zero is a level
         stochastic, 1 bit        -0.5 ------------ 0.5       zero cannot be one; all other stochastic grids are as above
+        either, 2 bits           as in the first line, or -1.5 -- -0.5 -- 0.5 -- 1.5 with a positive step, for each group
     """
 
     half: float
@@ -121,6 +147,10 @@ class Grid(NamedTuple):
     far_factor: np.float32
     smallest: np.float32  # a step below this becomes 0: the group is sent as no change
     largest: np.float32  # a step above this becomes this: what the scale's dtype holds and no level overflows with
+    rounds_up: bool  # the step, to the scale's dtype: then no value lies beyond the outermost level
+    num_candidates: int  # steps that are tried: the first, and those one `candidate`, two, ... below
+    candidate: int  # as the bits of a float32 count: a quarter of the octave, or an eighth
+    mantissa_drop: int  # bits of a float32 that an e4m3 scale does not have; one more if its last one tells the levels
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,19 +159,33 @@ def grid(layout: Layout) -> Grid:
 
     Nearest: the extreme lies a quarter step outside its level, a compromise between many values near zero and few outliers.
     Stochastic: the outermost levels reach the extremes of both signs, so that no value is clipped and the mean is unbiased.
+    Least error: the first step tried clips nothing, the others more and more.
     """
     half = 2.0 ** (layout.bits - 1)
     is_wide = layout.rounding == "stochastic" and layout.bits == 1
     near, far = 1 / (half + 0.25), 0.0
     if layout.rounding == "stochastic":
         near, far = (2.0, 0.0) if is_wide else (1 / half, 1 / (half - 1))
+    elif layout.fit == "least_error":
+        near = 1 / half
+    # An e4m3 scale may be a sixteenth too small, which 5 bits or more have no use for: that would clip by a step and more.
+    rounds_up = layout.rounding == "stochastic" or layout.fit == "least_error" or (layout.scale == "e4m3" and layout.bits > 4)
     smallest = 2.0**-24 if layout.scale == "fp16" else 2.0**-126
     limit = min(_SCALE_MAX[layout.scale], _SCALE_MAX["fp32"] / half)
     mantissa, exponent = np.frexp(limit)
-    unit = 2.0 ** _SCALE_MANTISSA[layout.scale]
+    unit = 2.0 ** (_SCALE_MANTISSA[layout.scale] - (layout.levels == "either"))
     largest = np.ldexp(np.floor(mantissa * unit) / unit, int(exponent))
     return Grid(
-        half, 0.5 if is_wide else 0.0, np.float32(near), np.float32(far), np.float32(smallest), np.float32(largest)
+        half=half,
+        centre=0.5 if is_wide else 0.0,
+        near_factor=np.float32(near),
+        far_factor=np.float32(far),
+        smallest=np.float32(smallest),
+        largest=np.float32(largest),
+        rounds_up=rounds_up,
+        num_candidates=_NUM_CANDIDATES.get(layout.bits, 2) if layout.fit == "least_error" else 1,
+        candidate=1 << (21 if layout.bits < 4 or layout.levels == "either" else 20),
+        mantissa_drop=21 if layout.levels == "either" else 20,
     )
 
 

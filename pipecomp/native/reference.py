@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipecomp.native.ops import (
+    OCTAVES,
     PLANES,
+    SIGNS,
     ByteArray,
     FloatArray,
     Layout,
@@ -31,42 +33,48 @@ def encode(
     seed: int,
 ) -> bool:
     """See `ops.encode`. False if a value or a difference is not finite; the outputs are then undefined."""
-    half, centre = np.float32(grid(layout).half), np.float32(grid(layout).centre)
     with np.errstate(over="ignore", invalid="ignore"):
         differences = values if message_in is None else values - message_in
     if not np.isfinite(differences).all():
         return False
-    steps = _steps(differences, layout)
+    top = _top(differences, layout)
+    unpacked, steps, centres = _quantize(differences, layout, top, seed)
     split = scales_nbytes(values.size, layout)
-    payload[:split] = pack_scales(steps, layout.scale)
-    step = np.repeat(steps, layout.group)[: values.size]
-    with np.errstate(divide="ignore"):
-        inverse = np.where(step != 0, np.float32(1) / step, np.float32(0))
-    if layout.rounding == "nearest":
-        position = differences * inverse + (half + np.float32(0.5))
-    else:
-        position = differences * inverse + (half - centre) + uniform(seed, values.size)
-    unpacked = np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8)
+    payload[:split] = pack_scales(steps, layout.scale, top)
+    if layout.levels == "either":
+        payload[1:split] |= centres > 0
     payload[split:] = pack(unpacked, layout)
     if message_out is not None:
-        message_out[:] = _reconstruct(unpacked, step, layout, message_in)
+        message_out[:] = _reconstruct(unpacked, steps, centres, layout, message_in)
     return True
+
+
+def seen(values: FloatArray, layout: Layout, seed: int = 0) -> FloatArray:
+    """What the decoder sees of finite `values` without a message: `encode` and `decode` without packing, which is slow here."""
+    return _reconstruct(*_quantize(values, layout, _top(values, layout), seed), layout, None)
 
 
 def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: FloatArray | None) -> bool:
     """See `ops.decode`. False if the payload is one that no encoder writes."""
     split = scales_nbytes(out.size, layout)
-    codes = payload[split:]
-    steps = unpack_scales(payload[:split], layout.scale)
-    in_range = (np.abs(steps) >= grid(layout).smallest) & (np.abs(steps) <= grid(layout).largest)
+    scales, codes = payload[:split], payload[split:]
+    centres = np.full(-(-out.size // layout.group), grid(layout).centre, np.float32)
+    if layout.levels == "either":
+        is_between = (scales[1:] & 1) == 1
+        if (is_between & ((scales[1:] & 0xFE == 0) | (scales[1:] >= 128))).any():
+            return False
+        centres = np.where(is_between, np.float32(0.5), np.float32(0))
+        scales = np.concatenate([scales[:1], scales[1:] & 0xFE])
+    steps = unpack_scales(scales, layout.scale)
+    with np.errstate(invalid="ignore"):
+        in_range = (np.abs(steps) >= grid(layout).smallest) & (np.abs(steps) <= grid(layout).largest)
     zero = steps.view(np.uint32) == 0
-    if not (in_range | zero).all():
+    if not (in_range | zero).all() or (layout.scale == "e4m3" and payload[0] == 255):
         return False
     unpacked = unpack(codes, out.size, layout)
     if not np.array_equal(pack(unpacked, layout), codes):
         return False
-    step = np.repeat(steps, layout.group)[: out.size]
-    out[:] = _reconstruct(unpacked, step, layout, message_in)
+    out[:] = _reconstruct(unpacked, steps, centres, layout, message_in)
     return True
 
 
@@ -80,9 +88,72 @@ def squared_norms(
     return float(error @ error), float(change @ change), float(wide @ wide)
 
 
-def _steps(differences: FloatArray, layout: Layout) -> FloatArray:
-    """One signed step a group, already rounded to the scale's dtype: exactly the number that the decoder reads."""
-    _, centre, near_factor, far_factor, smallest, largest = grid(layout)
+def _quantize(
+    differences: FloatArray, layout: Layout, top: int, seed: int
+) -> tuple[npt.NDArray[np.uint8], FloatArray, FloatArray]:
+    """Codes; and of each group, its step and its centre."""
+    half = np.float32(grid(layout).half)
+    differences = rotate(differences, layout)
+    steps, centres = _steps(differences, layout, top)
+    inverse = np.repeat(_inverse(steps), layout.group)[: differences.size]
+    centre = np.repeat(centres, layout.group)[: differences.size]
+    if layout.rounding == "nearest":
+        position = differences * inverse + ((half + np.float32(0.5)) - centre)
+    else:
+        position = differences * inverse + (half - centre) + uniform(seed, differences.size)
+    return np.clip(position, np.float32(0), np.float32(2**layout.bits - 1)).astype(np.uint8), steps, centres
+
+
+def rotate(differences: FloatArray, layout: Layout) -> FloatArray:
+    """H (signs * differences) / g for each whole group, by butterflies from neighbours outwards; the rest as it is."""
+    if layout.rotation == "none":
+        return differences
+    whole = differences.size - differences.size % layout.group
+    rows = differences[:whole].reshape(-1, layout.group) * _signs(layout) * np.float32(1 / layout.group)
+    return np.concatenate([_butterflies(rows).reshape(-1), differences[whole:]])
+
+
+def unrotate(change: FloatArray, layout: Layout) -> FloatArray:
+    """Signs * (H change): H is its own inverse, but for a factor of g."""
+    if layout.rotation == "none":
+        return change
+    whole = change.size - change.size % layout.group
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows = _butterflies(change[:whole].reshape(-1, layout.group)) * _signs(layout)
+    return np.concatenate([rows.reshape(-1), change[whole:]])
+
+
+def _butterflies(rows: FloatArray) -> FloatArray:
+    """Sum and difference of values 1 apart, of those 2 apart, 4 apart, ..."""
+    apart = 1
+    while apart < rows.shape[1]:
+        pairs = rows.reshape(rows.shape[0], rows.shape[1] // (2 * apart), 2, apart)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        rows = np.stack([first + second, first - second], axis=2).reshape(rows.shape)
+        apart *= 2
+    return rows
+
+
+def _signs(layout: Layout) -> FloatArray:
+    return np.array(SIGNS[: layout.group], np.float32)
+
+
+def _top(differences: FloatArray, layout: Layout) -> int:
+    """Biased exponent of a bound on all steps, which e4m3 scales are relative to; 0 if no step can be sent."""
+    constants = grid(layout)
+    with np.errstate(over="ignore"):
+        bound = np.abs(differences).max() * max(constants.near_factor, constants.far_factor)
+    bound = min(bound, constants.largest)
+    if bound < constants.smallest:
+        return 0
+    rounded = _round_to_scale(np.array([bound], np.float32), layout, up=constants.rounds_up)
+    return int(rounded.view(np.uint32)[0] >> 23)
+
+
+def _steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArray, FloatArray]:
+    """Of each group, the signed step, rounded to the scale's dtype, exactly the number that the decoder reads; and the centre."""
+    constants = grid(layout)
+    _, centre, near_factor, far_factor, smallest, largest, rounds_up, *_ = constants
     starts = np.arange(0, differences.size, layout.group)
     above = np.maximum.reduceat(np.maximum(differences, np.float32(0)), starts)
     below = np.maximum.reduceat(np.maximum(-differences, np.float32(0)), starts)
@@ -90,13 +161,70 @@ def _steps(differences: FloatArray, layout: Layout) -> FloatArray:
     with np.errstate(over="ignore"):
         step = np.maximum(near * near_factor, far * far_factor)
     step = np.minimum(step, largest)
-    step = np.where(step < smallest, np.float32(0), step)
-    step = _round_to_scale(step, layout.scale, up=layout.rounding == "stochastic")
-    return np.where((above > below) & (centre == 0) & (step > 0), -step, step)
+
+    def rounded(step: FloatArray) -> FloatArray:
+        step = np.where(step < smallest, np.float32(0), step)
+        step = _round_to_scale(step, layout, up=rounds_up)
+        if layout.scale == "e4m3":
+            step = np.where((step.view(np.uint32) >> np.uint32(20)).astype(np.int64) > _lowest(top), step, np.float32(0))
+        return step
+
+    first = rounded(step)
+    is_negative = (above > below) & (centre == 0)
+    best, centres = np.where(is_negative & (first > 0), -first, first), np.full_like(first, centre)
+    if layout.fit == "extreme":
+        return best, centres
+    least = np.full_like(first, np.inf)
+    for tried_centre in (0.0, 0.5) if layout.levels == "either" else (0.0,):
+        for index in range(constants.num_candidates):
+            lower = np.uint32(index * constants.candidate)
+            pattern = first.view(np.uint32)
+            tried = rounded(np.where(pattern > lower, pattern - lower, np.uint32(0)).view(np.float32))
+            ratio = tried * _inverse(first)
+            tried = np.where(is_negative & (tried > 0) & (tried_centre == 0), -tried, tried)
+            error = _squared_error(differences, tried, tried_centre, layout) * (ratio * ratio)
+            is_better = (error < least) & (tried != 0)
+            best, least = np.where(is_better, tried, best), np.where(is_better, error, least)
+            centres = np.where(is_better, np.float32(tried_centre), centres)
+    return best, centres
 
 
-def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
+def _inverse(step: FloatArray) -> FloatArray:
+    with np.errstate(divide="ignore"):
+        return np.where(step != 0, np.float32(1) / step, np.float32(0))
+
+
+def _squared_error(differences: FloatArray, steps: FloatArray, centre: float, layout: Layout) -> FloatArray:
+    """(num_groups,) squared error in units of the step squared: 16 sums of every 16th value, folded in halves."""
+    half = np.float32(grid(layout).half)
+    step = np.repeat(steps, layout.group)[: differences.size]
+    with np.errstate(over="ignore"):  # where steps are held under the largest; infinite errors are equally bad
+        exact = differences * _inverse(step)
+        position = exact + (half + np.float32(0.5 - centre))
+        level = np.trunc(np.clip(position, np.float32(0), np.float32(2**layout.bits - 1))) + (np.float32(centre) - half)
+        squares = (exact - level) * (exact - level)
+    width = -(-layout.group // 16) * 16
+    sums = np.zeros((steps.size, 16), np.float32)
+    padded = np.zeros((steps.size, width), np.float32)
+    for row, start in zip(padded, range(0, differences.size, layout.group), strict=True):
+        row[: min(layout.group, differences.size - start)] = squares[start : start + layout.group]
+    with np.errstate(over="ignore"):
+        for start in range(0, width, 16):
+            sums += padded[:, start : start + 16]
+        while sums.shape[1] > 1:
+            middle = sums.shape[1] // 2
+            sums = sums[:, :middle] + sums[:, middle:]
+    return sums[:, 0]
+
+
+def _lowest(top: int) -> int:
+    """Upper 12 bits of a float32 that an e4m3 scale counts from."""
+    return (top + 1 - OCTAVES) * 8
+
+
+def _round_to_scale(step: FloatArray, layout: Layout, *, up: bool) -> FloatArray:
     """To the nearest number of the dtype, ties to even; or, `up`, to the smallest that is not below `step`."""
+    scale = layout.scale
     if scale == "fp32":
         return step
     if scale == "fp16":
@@ -106,16 +234,22 @@ def _round_to_scale(step: FloatArray, scale: Scale, *, up: bool) -> FloatArray:
             with np.errstate(over="ignore"):
                 rounded = np.where(below, np.nextafter(rounded, np.float16(np.inf)), rounded)
         return rounded.astype(np.float32)
-    bits = step.view(np.uint32)
-    carry = np.uint32(0xFFFF) if up else np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + carry) & np.uint32(0xFFFF0000)).view(np.float32)
+    bits, drop = step.view(np.uint32), np.uint32(grid(layout).mantissa_drop if scale == "e4m3" else 16)
+    rest = (np.uint32(1) << drop) - np.uint32(1)
+    carry = rest if up else (rest >> np.uint32(1)) + ((bits >> drop) & np.uint32(1))
+    return ((bits + carry) & ~rest).view(np.float32)
 
 
 def _reconstruct(
-    unpacked: npt.NDArray[np.uint8], step: FloatArray, layout: Layout, message_in: FloatArray | None
+    unpacked: npt.NDArray[np.uint8],
+    steps: FloatArray,
+    centres: FloatArray,
+    layout: Layout,
+    message_in: FloatArray | None,
 ) -> FloatArray:
-    level = unpacked.astype(np.float32) + np.float32(grid(layout).centre - grid(layout).half)
-    change = level * step
+    step, lowest = (np.repeat(each, layout.group)[: unpacked.size] for each in (steps, centres - np.float32(grid(layout).half)))
+    level = unpacked.astype(np.float32) + lowest
+    change = unrotate(level * step, layout)
     with np.errstate(over="ignore"):  # within half a step of the largest float32; refused at the next visit
         return change if message_in is None else message_in + change
 
@@ -132,8 +266,12 @@ def uniform(seed: int, num_values: int) -> FloatArray:
     return (mixed >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def pack_scales(steps: FloatArray, scale: Scale) -> ByteArray:
-    """(num_groups,) fp32 that the dtype holds exactly -> little-endian bytes."""
+def pack_scales(steps: FloatArray, scale: Scale, top: int = 0) -> ByteArray:
+    """(num_groups,) fp32 that the dtype holds exactly -> little-endian bytes. `top`: what e4m3 scales are relative to."""
+    if scale == "e4m3":
+        patterns = (np.abs(steps).view(np.uint32) >> np.uint32(20)).astype(np.int64)
+        places = np.where(steps != 0, patterns - _lowest(top) + 128 * (steps < 0), 0)
+        return np.concatenate([[top], places]).astype(np.uint8)
     if scale == "fp32":
         return steps.astype("<f4").view(np.uint8)
     if scale == "fp16":
@@ -142,7 +280,14 @@ def pack_scales(steps: FloatArray, scale: Scale) -> ByteArray:
 
 
 def unpack_scales(scales: ByteArray, scale: Scale) -> FloatArray:
-    """Little-endian bytes -> (num_groups,) fp32."""
+    """Little-endian bytes -> (num_groups,) fp32; NaN for what no encoder writes."""
+    if scale == "e4m3":
+        places = scales[1:].astype(np.int64)
+        patterns = (places & 127) + _lowest(int(scales[0]))
+        known = (places & 127 != 0) & (patterns >= 8) & (patterns < 0x7F8)
+        steps = (np.where(known, patterns, 0) << 20).astype(np.uint32).view(np.float32)
+        steps = np.where(known | (places == 0), steps, np.float32(np.nan))
+        return np.where(places >= 128, -steps, steps)
     raw = scales.tobytes()
     if scale == "fp32":
         return np.frombuffer(raw, "<f4").astype(np.float32)

@@ -22,7 +22,7 @@ from pipecomp.errors import ConfigError
 SECTIONS = [field.name for field in msgspec.structs.fields(RunConfig)]
 COMMANDS = [
     *("launch RUN.toml", "coordinator RUN.toml", "worker"),
-    *("bench kernels", "bench convergence", "bench plots", "bench quality", "bench store"),
+    *("bench kernels", "bench convergence", "bench plots", "bench quality", "bench store", "bench errors"),
 ]
 NO_DEFAULT = "–"
 

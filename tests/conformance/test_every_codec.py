@@ -17,6 +17,9 @@ OPTIONS: list[tuple[str, Mapping[str, object]]] = [
     ("cast", {"dtype": "fp16"}),
     ("uniform", {"bits": 3, "group": "row", "scale": "fp16", "rounding": "stochastic"}),
     ("uniform", {"bits": 8, "group": 32, "scale": "fp32"}),
+    ("uniform", {"bits": 2, "rotation": "hadamard"}),
+    ("uniform", {"bits": 3, "group": 16, "scale": "e4m3", "rounding": "stochastic"}),
+    ("delta", {"bits": 3, "group": 16, "scale": "fp16", "fit": "least_error", "rotation": "hadamard"}),
     ("delta", {"bits": 2, "group": 24, "first_visit": "whole"}),
     ("delta", {"bits": 2, "rounding": "stochastic", "first_visit": {"codec": "cast", "dtype": "bf16"}}),
 ]

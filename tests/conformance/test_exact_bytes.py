@@ -16,13 +16,13 @@ from pipecomp.types import TensorSpec
 SPECS = [TensorSpec(1, 1), TensorSpec(1, 13), TensorSpec(4, 64), TensorSpec(3, 100), TensorSpec(1024, 1600), TensorSpec(0, 64)]
 
 
-def quantized_nbytes(num_values: int, bits: int, group: int, scale_nbytes: int) -> int:
+def quantized_nbytes(num_values: int, bits: int, group: int, scale_nbytes: int, head_nbytes: int) -> int:
     """Written once more, from the text: scales, then for each block of whole groups its planes, each rounded up to a byte."""
     planes = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}[bits]
     block = group
     while block < 128:
         block += group
-    total = math.ceil(num_values / group) * scale_nbytes
+    total = math.ceil(num_values / group) * scale_nbytes + (head_nbytes if num_values else 0)
     while num_values > 0:
         length = min(block, num_values)
         total += sum(math.ceil(length * width / 8) for width in planes)
@@ -32,13 +32,17 @@ def quantized_nbytes(num_values: int, bits: int, group: int, scale_nbytes: int) 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("group", [1, 5, 16, 24, 64, 100, 256, "row"])
-@pytest.mark.parametrize(("scale", "scale_nbytes"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
-def test_sizes_follow_the_formula(bits: int, group: int | str, scale: str, scale_nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("scale", "scale_nbytes", "head_nbytes"), [("e4m3", 1, 1), ("bf16", 2, 0), ("fp16", 2, 0), ("fp32", 4, 0)]
+)
+def test_sizes_follow_the_formula(
+    bits: int, group: int | str, scale: str, scale_nbytes: int, head_nbytes: int
+) -> None:
     for name in ("uniform", "delta"):
         codec = registry.load("pipecomp.codecs", name).from_options({"bits": bits, "group": group, "scale": scale})
         for spec in SPECS:
             length = spec.num_columns if group == "row" else group
-            expected = quantized_nbytes(spec.num_values, bits, int(length), scale_nbytes)
+            expected = quantized_nbytes(spec.num_values, bits, int(length), scale_nbytes, head_nbytes)
             assert codec.encoded_nbytes(spec, first_visit=False) == expected
 
 

@@ -23,11 +23,18 @@ CODECS = [
     {"codec": "identity"},
     {"codec": "cast", "dtype": "bf16"},
     {"codec": "cast", "dtype": "fp16"},
-    *({"codec": "uniform", "bits": bits} for bits in (1, 2, 3, 4, 5, 6, 7, 8)),
+    *({"codec": "uniform", "bits": bits, "group": 64} for bits in (1, 2, 3, 4, 5, 6, 7, 8)),
     {"codec": "uniform", "bits": 3, "group": "row", "scale": "fp16", "rounding": "stochastic"},
     {"codec": "uniform", "bits": 2, "group": 16, "scale": "fp32", "rounding": "stochastic"},
+    {"codec": "delta", "bits": 2, "group": 64, "first_visit": {"codec": "uniform", "bits": 6, "group": 64}},
+    {"codec": "delta", "bits": 4, "group": 64, "rounding": "stochastic", "first_visit": "whole"},
+    *({"codec": "uniform", "bits": bits} for bits in (1, 2, 4, 5, 8)),
+    {"codec": "uniform", "bits": 3, "rounding": "stochastic"},
+    {"codec": "uniform", "bits": 3, "group": 32, "scale": "fp32", "fit": "least_error"},
+    {"codec": "uniform", "bits": 4, "group": 64, "scale": "e4m3", "fit": "least_error", "rotation": "hadamard"},
     {"codec": "delta", "bits": 2},
-    {"codec": "delta", "bits": 4, "rounding": "stochastic", "first_visit": "whole"},
+    {"codec": "delta", "bits": 4},
+    {"codec": "delta", "bits": 3, "rotation": "hadamard", "levels": "either", "first_visit": "whole"},
 ]
 
 

@@ -26,7 +26,16 @@ def build(name: str, **options: object) -> Codec:
         ("uniform", {"bits": 2, "group": "column"}, "group = 'column'"),
         ("uniform", {"bits": 2, "scale": "fp8"}, "use one of: fp32, bf16, fp16"),
         ("uniform", {"bits": 2, "rounding": "up"}, "use one of: nearest, stochastic"),
-        ("uniform", {"bits": 2, "groups": 64}, "no option 'groups'; its options are: bits, group, scale, rounding"),
+        ("uniform", {"bits": 2, "groups": 64}, "no option 'groups'; its options are: bits, group, scale, rounding, fit"),
+        ("uniform", {"bits": 2, "fit": "best"}, "use one of: extreme, least_error"),
+        ("uniform", {"bits": 2, "fit": "least_error", "rounding": "stochastic"}, "would not be unbiased; use fit = 'extreme'"),
+        ("uniform", {"bits": 2, "rotation": "random"}, "use one of: none, hadamard"),
+        ("uniform", {"bits": 2, "rotation": "hadamard", "group": "row"}, "group = 'row' cannot be rotated; use one of: 16, 32"),
+        ("uniform", {"bits": 2, "rotation": "hadamard", "group": 48}, "group = 48 cannot be rotated"),
+        ("uniform", {"bits": 2, "levels": "none"}, "use one of: zero, either"),
+        ("uniform", {"bits": 2, "levels": "either", "group": 64}, "needs scale = 'e4m3' and fit = 'least_error'"),
+        ("uniform", {"bits": 4, "levels": "either", "fit": "extreme"}, "not 'e4m3' and 'extreme'"),
+        ("uniform", {"bits": 2, "levels": "either", "rounding": "stochastic"}, "rounding = 'stochastic'"),
         ("cast", {"dtype": "fp8"}, "use one of: bf16, fp16"),
         ("identity", {"bits": 2}, "its options are: none"),
         ("delta", {"bits": 2, "first_visit": "half"}, "first_visit = 'half' is not possible"),
@@ -47,7 +56,30 @@ def test_a_first_visit_can_go_whole_or_through_any_stateless_codec() -> None:
         str(first): build("delta", bits=2, first_visit=first).encoded_nbytes(spec, first_visit=True)
         for first in ("whole", {"codec": "identity"}, {"codec": "cast"}, {"codec": "uniform", "bits": 4})
     }
-    assert list(sizes.values()) == [512, 512, 256, 64 + 4]
+    assert list(sizes.values()) == [512, 512, 256, 64 + 1 + 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "bits_per_value", "words"),
+    [
+        ({"bits": 1}, 1.25, "g32/e4m3/either"),
+        ({"bits": 2}, 2.25, "g32/e4m3/either"),
+        ({"bits": 3}, 3.25, "g32/e4m3"),
+        ({"bits": 4}, 4.25, "g32/e4m3"),
+        ({"bits": 8}, 8.25, "g32/e4m3"),
+        ({"bits": 2, "rounding": "stochastic"}, 2.25, "g32/e4m3/stochastic"),
+        ({"bits": 2, "fit": "extreme"}, 2.25, "g32/e4m3"),
+        ({"bits": 2, "group": 64}, 2.25, "g64"),
+        ({"bits": 2, "scale": "bf16"}, 2.25, "g64"),
+        ({"bits": 2, "group": 32}, 2.5, "g32"),
+    ],
+)
+def test_what_is_left_out_depends_on_the_bits_unless_a_group_or_a_scale_is_named(
+    options: dict[str, object], bits_per_value: float, words: str
+) -> None:
+    codec = build("uniform", **options)
+    assert codec.describe() == f"uniform{options['bits']}/{words}"
+    assert 8 * codec.encoded_nbytes(TensorSpec(1024, 1024), first_visit=True) // 1024 / 1024 == bits_per_value
 
 
 def test_a_description_names_what_differs_from_the_defaults() -> None:
@@ -59,7 +91,7 @@ def test_a_description_names_what_differs_from_the_defaults() -> None:
         build("delta", bits=2, group=32, scale="fp32", rounding="stochastic"),
     ]
     assert [codec.describe() for codec in words] == [
-        "identity", "fp16", "uniform4/g64", "delta3/row", "delta2/g32/fp32/stochastic",
+        "identity", "fp16", "uniform4/g32/e4m3", "delta3/row", "delta2/g32/fp32/stochastic",
     ]  # fmt: skip
 
 

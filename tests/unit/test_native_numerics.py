@@ -169,7 +169,7 @@ def test_every_scale_a_payload_can_hold_is_the_nearest_to_its_step(scale):
     steps = np.concatenate([half_way, np.nextafter(half_way, np.float32(0)), np.nextafter(half_way, np.float32(np.inf))])
     layout = Layout(1, 1, scale)
     steps = steps[(steps > ops.grid(layout).smallest) & (steps < ops.grid(layout).largest)]
-    found = reference._round_to_scale(steps, scale, up=False).astype(np.float64)
+    found = reference._round_to_scale(steps, layout, up=False).astype(np.float64)
     after = np.searchsorted(numbers, steps)
     below, above = numbers[np.maximum(after - 1, 0)], numbers[np.minimum(after, numbers.size - 1)]
     nearest = np.minimum(np.abs(steps - below.astype(np.float64)), np.abs(above.astype(np.float64) - steps))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,15 +22,39 @@ def table(first_cell: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def results(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((DOCS / "results" / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+COLUMNS = ["normal 768", "t3 768", "outliers 768"] + [
+    f"{model}, {what}" for model in ("SmolLM2-135M", "MiniLM") for what in ("activation", "change", "gradient")
+]
+
+
 def test_the_errors_are_the_measured_ones() -> None:
-    measured = json.loads((DOCS / "results" / "errors.json").read_text())["rows"]
-    errors = {(row["data"], row["bits"], row["rounding"], row["group"]): row["c_q"] for row in measured}
-    rows = table("data, bits, rounding")
-    assert len(rows) > 10
-    for name, *cells in rows:
-        data, bits, rounding = name.split(", ")
-        expected = [f"{errors[data, int(bits), rounding, group]:.3f}" for group in (32, 64, 128, 1024)]
-        assert cells == expected, name
+    measured = {(row["form"], row["bits"], row["data"]): row for row in results("errors")}
+    rows = table("quantizer")
+    assert len(rows) > 15
+    for form, bits, width, bound, *cells in rows:
+        found = [measured[form, int(bits), data] for data in COLUMNS]
+        assert (width, bound) == (f"{found[0]['bits_per_value']:.2f}", f"{found[0]['bound']:.3f}")
+        assert cells == [f"{row['c_q']:.3f} ({row['times_bound']:.2f})" for row in found], form
+
+
+def test_what_is_asked_of_the_errors_holds() -> None:
+    bars = json.loads((DOCS / "results" / "errors.json").read_text())["bars"]
+    assert len(bars) == 12
+    assert [bar["name"] for bar in bars if not bar["holds"]] == []
+
+
+def test_the_losses_are_the_measured_ones() -> None:
+    measured = {(row["place"], row.get("bits"), row["form"]): row for row in results("quantizers")}
+    rows = table("where")
+    assert len(rows) == len(measured) - 1, "fp32 is what the others stand above"
+    for place, bits, form, *cells in rows:
+        row = measured[place, int(bits), form]
+        assert cells == [f"{row['bits_per_value']:.2f}", f"{row['above_fp32']:+.4f} ± {row['spread']:.4f}"], form
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
