@@ -75,6 +75,7 @@ class AssignedWork:
         self._hub: Any = None
         self._links: dict[str, Any] = {}
         self._weights_link: Any = None
+        self._maker: Any = None
         self._pipeline: Pipeline | None = None
         self._codec_threads: CodecThreads | None = None
         self._modules: dict[int, StageModule] = {}
@@ -153,7 +154,7 @@ class AssignedWork:
         del weights
         self._note("connecting to neighbours")
         self._links = await connect(self._hub, assignment, timeout_s=_CONNECT_S)
-        maker = PipelineMaker(
+        maker = self._maker = PipelineMaker(
             assignment,
             config,
             model,
@@ -257,8 +258,8 @@ class AssignedWork:
             await self._hub.close()
         if self._codec_threads is not None:
             await self._codec_threads.idle()
-            if self._pipeline is not None:
-                await self._codec_threads.run(self._pipeline.close)
+            if self._maker is not None:
+                await self._codec_threads.run(self._maker.close)
             self._codec_threads.close()
         if self._compute is not None and self._owns_compute:
             self._compute.close()

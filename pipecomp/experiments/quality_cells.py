@@ -128,7 +128,7 @@ WORKLOADS = (
                 "train": "examples/cache/pubmed-512.jsonl",
                 "max_length": 96,
                 "packing": True,
-                "max_train_samples": 112,
+                "max_train_samples": 80,
                 "max_eval_samples": 48,
             },
             "train": {"batch_size": 8, "num_microbatches": 8, "learning_rate": 3e-5, "warmup_steps": 4},
@@ -136,7 +136,7 @@ WORKLOADS = (
         },
         grid=((3, 1),),
         bits=("fw3bw6",),
-        epoch_s=220,
+        epoch_s=150,
         needs="smollm2 pubmed",
     ),
 )

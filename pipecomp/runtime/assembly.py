@@ -114,6 +114,7 @@ class PipelineMaker:
         self._engine = engine
         self.inboxes = {name: Inbox(link) for name, link in links.items()}
         self.channels: list[OutChannel] = []
+        self._coders: list[LinkCoder] = []
         self._refuse: Callable[[int, int, CodecError], None] = _unheard
 
     def make(self) -> Pipeline:
@@ -133,6 +134,11 @@ class PipelineMaker:
         )
         self._refuse = pipeline.refuse
         return pipeline
+
+    def close(self) -> None:
+        """Close the stores, also of a pipeline that could not be made; may wait for a disk."""
+        for coder in self._coders:
+            coder.close()
 
     def _stage_ends(self, here: StageAddress) -> StageEnds:
         stages, replica = self._assignment.stages, self._assignment.replica
@@ -183,7 +189,9 @@ class PipelineMaker:
         buffer = open_store(self._assignment, self._config, self._engine.home, stage=lower_stage, end=end)
         capacity = link_capacity_nbytes(self._assignment, lower_stage)
         retention = Retention(capacity) if end == "sender" else None
-        return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=retention)
+        coder = LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=retention)
+        self._coders.append(coder)
+        return coder
 
     def _destination(self, kind: Kind, stage: int) -> Destination:
         a = self._assignment

@@ -210,11 +210,6 @@ class Pipeline:
         meters = [(coder.store_meter("sender" if coder in senders else "receiver")) for coder in self._coders()]
         return tuple(meter for meter in meters if meter is not None)
 
-    def close(self) -> None:
-        """Close the stores; may wait for a disk."""
-        for coder in self._coders():
-            coder.close()
-
     @property
     def message_nbytes(self) -> int:
         return sum(coder.message_nbytes for coder in self._coders())

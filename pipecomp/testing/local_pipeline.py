@@ -90,6 +90,14 @@ class LocalPipeline:
         self._evaluation = 0
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _start(self) -> None:
         network = MemoryNetwork()
         addresses = []
         credit = self.config.cluster.link_credit_nbytes
@@ -116,7 +124,6 @@ class LocalPipeline:
             self._tasks += [asyncio.create_task(inbox.run()) for inbox in maker.inboxes.values()]
             for channel in maker.channels:
                 self._tasks += channel.start()
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
@@ -125,8 +132,8 @@ class LocalPipeline:
         for hub in self._hubs:
             await hub.close()
         await self._threads.idle()
-        for rank in self.ranks:
-            await self._threads.run(rank.close)
+        for maker in self.makers:
+            await self._threads.run(maker.close)
         self._threads.close()
         self._compute.close()
 
