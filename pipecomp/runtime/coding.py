@@ -290,7 +290,7 @@ class LinkCoder:
         sample_id = SampleId(visit.ref.sample_id)
         retained = Retained(keep=True, evicted=())
         if self._retention is not None:
-            retained = self._retention.visit(step, sample_id, self._buffer.format.nbytes(visit.spec))
+            retained = self._retention.visit(step, sample_id, self._buffer.kept_nbytes(visit.spec))
         self._stage(step, sample_id, message_out if retained.keep else None)
         for gone in retained.evicted:
             self._buffer.drop(step, gone)
