@@ -255,15 +255,18 @@ class AssignedWork:
         await asyncio.gather(*self._background, return_exceptions=True)
         if self._hub is not None:
             await self._hub.close()
-        if self._codec_threads is not None:
-            await self._codec_threads.idle()
-            if self._pipeline is not None:
-                await self._codec_threads.run(self._pipeline.close)
-            self._codec_threads.close()
-        if self._compute is not None and self._owns_compute:
-            self._compute.close()
-        if self._transport is not None:
-            await self._transport.close()
+        try:
+            if self._codec_threads is not None:
+                await self._codec_threads.idle()
+                if self._pipeline is not None:
+                    await self._codec_threads.run(self._pipeline.close)
+        finally:  # a store may have failed
+            if self._codec_threads is not None:
+                self._codec_threads.close()
+            if self._compute is not None and self._owns_compute:
+                self._compute.close()
+            if self._transport is not None:
+                await self._transport.close()
 
     # ------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from pipecomp.buffers.base import MessageBuffer
 from pipecomp.buffers.retention import Retention
 from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError, PeerLost, TransportError
@@ -114,13 +115,19 @@ class PipelineMaker:
         self._engine = engine
         self.inboxes = {name: Inbox(link) for name, link in links.items()}
         self.channels: list[OutChannel] = []
+        self._stores: list[MessageBuffer] = []
         self._refuse: Callable[[int, int, CodecError], None] = _unheard
 
     def make(self) -> Pipeline:
         """The pipeline; its channels and inboxes still have to be started (`channels`, `inboxes`)."""
         ranks = tuple(Rank(s.rank) for s in self._assignment.stages)
         check_layout(ranks)
-        stages = [self._stage_ends(stage) for stage in own_stages(self._assignment)]
+        try:
+            stages = [self._stage_ends(stage) for stage in own_stages(self._assignment)]
+        except BaseException:
+            for store in self._stores:  # nobody else knows of them: temporary folders and locks would stay
+                store.close()
+            raise
         pipeline = Pipeline(
             stages,
             ranks,
@@ -182,6 +189,7 @@ class PipelineMaker:
             return LinkCoder(codec, None, link=link, kind=kind, run_seed=seed)
         buffer = open_store(self._assignment, self._config, self._engine.home, stage=lower_stage, end=end)
         capacity = link_capacity_nbytes(self._assignment, lower_stage)
+        self._stores.append(buffer)
         retention = Retention(capacity) if end == "sender" else None
         return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=retention)
 
