@@ -86,6 +86,10 @@ class MessageBuffer(abc.ABC):
         """What a kept message of this shape takes of the budget, headers included; equal at both ends of a link."""
         return self.format.nbytes(spec)
 
+    def committed_nbytes(self) -> dict[SampleId, int]:
+        """What each committed message takes of the budget, oldest version first. For a buffer that was just opened."""
+        return {}
+
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:

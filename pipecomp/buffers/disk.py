@@ -184,6 +184,11 @@ class DiskBuffer(MessageBuffer):
     def kept_nbytes(self, spec: TensorSpec) -> int:
         return record_nbytes(self.format.nbytes(spec))
 
+    def committed_nbytes(self) -> dict[SampleId, int]:
+        with self._lock:
+            rows = sorted(self._rows.values(), key=lambda row: (row.version, row.sample_id))
+        return {row.sample_id: record_nbytes(row.nbytes) for row in rows}
+
     @property
     def nbytes(self) -> int:
         with self._lock:

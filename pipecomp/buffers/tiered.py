@@ -90,6 +90,9 @@ class TieredBuffer(MessageBuffer):
     def kept_nbytes(self, spec: TensorSpec) -> int:
         return self._disk.kept_nbytes(spec)
 
+    def committed_nbytes(self) -> dict[SampleId, int]:
+        return self._disk.committed_nbytes()  # all of them, when it was just opened
+
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes + self._disk.nbytes

@@ -30,7 +30,7 @@ from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
 from pipecomp.runtime.pipeline import Pipeline, StageEnds, check_layout
 from pipecomp.runtime.rehearsal import make_codec, make_schedule
 from pipecomp.runtime.stage import StageRuntime
-from pipecomp.runtime.stores import StoreHome, link_capacity_nbytes, open_store
+from pipecomp.runtime.stores import StoreHome, adopt, link_capacity_nbytes, open_store
 from pipecomp.runtime.tied import TiedExchange
 from pipecomp.transport.base import Address
 from pipecomp.types import Kind, Rank, Shard, StageIndex
@@ -190,8 +190,10 @@ class PipelineMaker:
         buffer = open_store(self._assignment, self._config, self._engine.home, stage=lower_stage, end=end)
         capacity = link_capacity_nbytes(self._assignment, lower_stage)
         self._stores.append(buffer)
-        retention = Retention(capacity) if end == "sender" else None
-        return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=retention)
+        retention = Retention(capacity)
+        adopt(buffer, retention)
+        kept = retention if end == "sender" else None  # the receiver follows
+        return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=kept)
 
     def _destination(self, kind: Kind, stage: int) -> Destination:
         a = self._assignment
