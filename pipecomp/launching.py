@@ -55,6 +55,8 @@ COORDINATOR = "coordinator"
 _REHEARSED_COLUMNS = 64
 LEAVE_S = 2.0
 """How long workers get to leave after the coordinator has ended; one that hangs must not keep the others' end waiting."""
+WRITE_S = 3600.0
+"""The same after a run that ended well and whose messages are kept: what is in memory has to be written. A signal ends it."""
 ALONE_S = 4.0
 """How long a coordinator may take to end after its last worker has; it hangs, or somebody stopped it, if it takes longer."""
 _PR_SET_PDEATHSIG = 1
@@ -257,16 +259,16 @@ class Launch:
                 return 130
             raise WorkerFailed(f"the coordinator was {describe_status(status)}; its workers were ended, nothing was saved")
         code = os.waitstatus_to_exitcode(status)
-        self._end_workers(LEAVE_S)
+        self._end_workers(WRITE_S if code == 0 and self._store_folder is not None else LEAVE_S)
         return code
 
     def _end_workers(self, patience_s: float) -> None:
         """Let workers leave by themselves for a while, then kill; reap all."""
-        deadline = time.monotonic() + patience_s
-        while self._workers and time.monotonic() < deadline:
+        deadline, num_signals = time.monotonic() + patience_s, len(self._signals)
+        while self._workers and time.monotonic() < deadline and len(self._signals) == num_signals:
             self._reap_workers(os.WNOHANG)
-            if self._workers:
-                select.select([self._wake[0]], [], [], 0.05)
+            if self._workers and select.select([self._wake[0]], [], [], 0.05)[0]:
+                os.read(self._wake[0], 4096)
         for process_id in self._workers:
             _kill(process_id)
         self._reap_workers(0)

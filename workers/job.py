@@ -75,7 +75,6 @@ class AssignedWork:
         self._hub: Any = None
         self._links: dict[str, Any] = {}
         self._weights_link: Any = None
-        self._maker: Any = None
         self._pipeline: Pipeline | None = None
         self._codec_threads: CodecThreads | None = None
         self._modules: dict[int, StageModule] = {}
@@ -154,7 +153,7 @@ class AssignedWork:
         del weights
         self._note("connecting to neighbours")
         self._links = await connect(self._hub, assignment, timeout_s=_CONNECT_S)
-        maker = self._maker = PipelineMaker(
+        maker = PipelineMaker(
             assignment,
             config,
             model,
@@ -256,15 +255,18 @@ class AssignedWork:
         await asyncio.gather(*self._background, return_exceptions=True)
         if self._hub is not None:
             await self._hub.close()
-        if self._codec_threads is not None:
-            await self._codec_threads.idle()
-            if self._maker is not None:
-                await self._codec_threads.run(self._maker.close)
-            self._codec_threads.close()
-        if self._compute is not None and self._owns_compute:
-            self._compute.close()
-        if self._transport is not None:
-            await self._transport.close()
+        try:
+            if self._codec_threads is not None:
+                await self._codec_threads.idle()
+                if self._pipeline is not None:
+                    await self._codec_threads.run(self._pipeline.close)
+        finally:  # a store may have failed
+            if self._codec_threads is not None:
+                self._codec_threads.close()
+            if self._compute is not None and self._owns_compute:
+                self._compute.close()
+            if self._transport is not None:
+                await self._transport.close()
 
     # ------------------------------------------------------------
 

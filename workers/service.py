@@ -289,10 +289,12 @@ class WorkerService:
             task.remove_done_callback(self._ended)
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._work.close()
-        if self._connection is not None:
-            await self._connection.close(linger_s=_LAST_WORDS_S)
-        await self._control.close()
+        try:
+            await self._work.close()
+        finally:  # whatever a store says at its end: what was said before has to arrive
+            if self._connection is not None:
+                await self._connection.close(linger_s=_LAST_WORDS_S)
+            await self._control.close()
 
 
 def failure_event(error: BaseException, activity: str) -> e.Event:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from pipecomp.buffers.formats import MessageFormat, StoredMessage
-from pipecomp.types import SampleId
+from pipecomp.types import SampleId, TensorSpec
 
 
 class SampleMessage(NamedTuple):
@@ -81,6 +81,14 @@ class MessageBuffer(abc.ABC):
 
     def prefetch(self, sample_ids: Sequence[SampleId]) -> None:  # noqa: B027 - a buffer in memory has nothing to fetch
         """These will be wanted soon, in this order. Returns at once; replaces what was asked before and is not read yet."""
+
+    def kept_nbytes(self, spec: TensorSpec) -> int:
+        """What a kept message of this shape takes of the budget, headers included; equal at both ends of a link."""
+        return self.format.nbytes(spec)
+
+    def committed_nbytes(self) -> dict[SampleId, int]:
+        """What each committed message takes of the budget, oldest version first. For a buffer that was just opened."""
+        return {}
 
     @property
     @abc.abstractmethod

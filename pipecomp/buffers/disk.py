@@ -28,10 +28,10 @@ from pipecomp.buffers.ahead import ReadAhead
 from pipecomp.buffers.base import MessageBuffer, StoreCounts
 from pipecomp.buffers.files import DiskCalls, Identity, StoreFolder
 from pipecomp.buffers.formats import ByteArray, MessageFormat, StoredMessage
-from pipecomp.buffers.records import DTYPE_CODES, Row
+from pipecomp.buffers.records import DTYPE_CODES, Row, record_nbytes
 from pipecomp.buffers.segments import SEGMENT_NBYTES, SegmentLog
 from pipecomp.errors import LocalProtocolError, StoreError
-from pipecomp.types import SampleId
+from pipecomp.types import SampleId, TensorSpec
 
 
 class DiskLimits(NamedTuple):
@@ -180,6 +180,14 @@ class DiskBuffer(MessageBuffer):
         with self._lock:
             self._ahead.ask(sample_ids)
             self._wanting.notify()
+
+    def kept_nbytes(self, spec: TensorSpec) -> int:
+        return record_nbytes(self.format.nbytes(spec))
+
+    def committed_nbytes(self) -> dict[SampleId, int]:
+        with self._lock:
+            rows = sorted(self._rows.values(), key=lambda row: (row.version, row.sample_id))
+        return {row.sample_id: record_nbytes(row.nbytes) for row in rows}
 
     @property
     def nbytes(self) -> int:

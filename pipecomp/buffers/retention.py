@@ -4,6 +4,7 @@
     kept before                             kept, at its new size; if that does not fit, evicted
     full, all others still come by          refused: the next visit is a first visit again
     full, and some have not come for long   they go, those idle longest first, and the new one is kept
+    full, and some are of an earlier run    those that have not come in this one go first
 
 An epoch visits all samples in turn. So whoever evicts the least recently used one evicts what is wanted next, and at any capacity
 below the whole data set nothing is ever found. Refusing new samples instead keeps as large a share as fits, epoch after epoch.
@@ -30,7 +31,7 @@ class Retained(NamedTuple):
 
 class _Kept(NamedTuple):
     nbytes: int
-    last_step: int
+    last_step: int  # 0: in an earlier run
 
 
 class _OpenStep:
@@ -74,6 +75,14 @@ class Retention:
     def num_kept(self) -> int:
         return len(self._kept)
 
+    def adopt(self, sample_id: SampleId, nbytes: int) -> bool:
+        """A message that an earlier run left, before the first visit; False if there is no room: it has to go."""
+        if self._nbytes + nbytes > self.capacity_nbytes:
+            return False
+        self._kept[sample_id] = _Kept(nbytes, 0)
+        self._nbytes += nbytes
+        return True
+
     def visit(self, step: int, sample_id: SampleId, nbytes: int) -> Retained:
         """A sample's new message, of `nbytes`, in `step`. Depends on nothing but the calls before it.
 
@@ -107,8 +116,9 @@ class Retention:
             old = self._kept.pop(sample_id, None)
             if old is not None:
                 self._nbytes -= old.nbytes
-                self._num_revisits += 1
-                self._longest_gap = max(self._longest_gap, step - old.last_step)
+                if old.last_step:
+                    self._num_revisits += 1
+                    self._longest_gap = max(self._longest_gap, step - old.last_step)
             self._kept[sample_id] = _Kept(nbytes, step)
             self._nbytes += nbytes
             self._tell_others(sample_id, nbytes)
@@ -130,11 +140,10 @@ class Retention:
 
     def _idle(self, step: int, sample_id: SampleId, nbytes: int) -> list[SampleId]:
         """Idle samples of at least `nbytes` together; none if there are not so many."""
-        if self._num_revisits < max(len(self._kept), 1):
-            return []
+        is_round = self._num_revisits >= max(len(self._kept), 1)
         found, total = [], 0
         for candidate, kept in self._kept.items():
-            if step - kept.last_step <= 2 * self._longest_gap:
+            if kept.last_step and not (is_round and step - kept.last_step > 2 * self._longest_gap):
                 break
             if candidate != sample_id and not any(each.touches(candidate) for each in self._open.values()):
                 found.append(candidate)

@@ -214,10 +214,8 @@ class SegmentLog:
             if not victims:
                 break
             self._reclaim(victims, needs_snapshot=True)
-        if self.nbytes + nbytes <= budget_nbytes:
-            return
         pending = sum(record_nbytes(row.nbytes) for rows in self.state.pending.values() for row in rows.values())
-        taken = self.nbytes - pending
+        taken = sum(self.state.live_nbytes.values()) - pending
         if taken > budget_nbytes:
             raise StoreError(
                 f"message store {self._folder.path}: {taken} bytes of {budget_nbytes} are taken by messages still needed; "

@@ -87,6 +87,12 @@ class TieredBuffer(MessageBuffer):
             on_disk = [sample_id for sample_id in sample_ids if sample_id not in self._in_memory]
         self._disk.prefetch(on_disk)
 
+    def kept_nbytes(self, spec: TensorSpec) -> int:
+        return self._disk.kept_nbytes(spec)
+
+    def committed_nbytes(self) -> dict[SampleId, int]:
+        return self._disk.committed_nbytes()  # all of them, when it was just opened
+
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes + self._disk.nbytes

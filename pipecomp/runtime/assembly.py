@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from pipecomp.buffers.base import MessageBuffer
 from pipecomp.buffers.retention import Retention
 from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError, PeerLost, TransportError
@@ -29,7 +30,7 @@ from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
 from pipecomp.runtime.pipeline import Pipeline, StageEnds, check_layout
 from pipecomp.runtime.rehearsal import make_codec, make_schedule
 from pipecomp.runtime.stage import StageRuntime
-from pipecomp.runtime.stores import StoreHome, link_capacity_nbytes, open_store
+from pipecomp.runtime.stores import StoreHome, adopt, link_capacity_nbytes, open_store
 from pipecomp.runtime.tied import TiedExchange
 from pipecomp.transport.base import Address
 from pipecomp.types import Kind, Rank, Shard, StageIndex
@@ -114,14 +115,19 @@ class PipelineMaker:
         self._engine = engine
         self.inboxes = {name: Inbox(link) for name, link in links.items()}
         self.channels: list[OutChannel] = []
-        self._coders: list[LinkCoder] = []
+        self._stores: list[MessageBuffer] = []
         self._refuse: Callable[[int, int, CodecError], None] = _unheard
 
     def make(self) -> Pipeline:
         """The pipeline; its channels and inboxes still have to be started (`channels`, `inboxes`)."""
         ranks = tuple(Rank(s.rank) for s in self._assignment.stages)
         check_layout(ranks)
-        stages = [self._stage_ends(stage) for stage in own_stages(self._assignment)]
+        try:
+            stages = [self._stage_ends(stage) for stage in own_stages(self._assignment)]
+        except BaseException:
+            for store in self._stores:  # nobody else knows of them: temporary folders and locks would stay
+                store.close()
+            raise
         pipeline = Pipeline(
             stages,
             ranks,
@@ -134,11 +140,6 @@ class PipelineMaker:
         )
         self._refuse = pipeline.refuse
         return pipeline
-
-    def close(self) -> None:
-        """Close the stores, also of a pipeline that could not be made; may wait for a disk."""
-        for coder in self._coders:
-            coder.close()
 
     def _stage_ends(self, here: StageAddress) -> StageEnds:
         stages, replica = self._assignment.stages, self._assignment.replica
@@ -188,10 +189,11 @@ class PipelineMaker:
             return LinkCoder(codec, None, link=link, kind=kind, run_seed=seed)
         buffer = open_store(self._assignment, self._config, self._engine.home, stage=lower_stage, end=end)
         capacity = link_capacity_nbytes(self._assignment, lower_stage)
-        retention = Retention(capacity) if end == "sender" else None
-        coder = LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=retention)
-        self._coders.append(coder)
-        return coder
+        self._stores.append(buffer)
+        retention = Retention(capacity)
+        adopt(buffer, retention)
+        kept = retention if end == "sender" else None  # the receiver follows
+        return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=kept)
 
     def _destination(self, kind: Kind, stage: int) -> Destination:
         a = self._assignment

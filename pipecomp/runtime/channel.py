@@ -229,7 +229,7 @@ class Inbox:
             if isinstance(message, Resend):
                 answer = self._answerers.get(message.kind)
                 if answer is None:
-                    raise RemoteProtocolError(f"link {self.link.name}: no {message.kind} values are sent from here")
+                    raise RemoteProtocolError(f"link {self.link.name}: no {message.kind} values with messages are sent from here")
                 answer(received)
                 continue
             if isinstance(message, TensorMessage):

@@ -28,7 +28,7 @@ from pipecomp.buffers.base import MessageBuffer, SampleMessage
 from pipecomp.buffers.formats import StoredMessage, is_intact
 from pipecomp.buffers.retention import Retained, Retention
 from pipecomp.codecs.base import Codec
-from pipecomp.errors import CodecError, CorruptPayload, MessageMismatch, NonFiniteValues
+from pipecomp.errors import CodecError, CorruptPayload, MessageMismatch, NonFiniteValues, RemoteProtocolError
 from pipecomp.native import ops
 from pipecomp.protocol.messages import LinkMeter, Resent, SampleHeader, SampleRef, StoreMeter
 from pipecomp.runtime.seeds import rounding_seed
@@ -128,19 +128,29 @@ class LinkCoder:
 
     def resend(self, sample_id: int) -> StoredMessage | None:
         """The message that this step's values of a sample are coded against, as it is kept; None if it is lost here too."""
-        self.num_healed += 1
-        return None if self._buffer is None else self._buffer.get_stored(SampleId(sample_id))
+        stored = None if self._buffer is None else self._buffer.get_stored(SampleId(sample_id))
+        self.num_healed += stored is not None
+        return stored
 
     # ------------------------------------------------------------ receiver
 
     def check(self, samples: Sequence[SampleHeader], *, num_columns: int) -> CheckedMicrobatch:
-        """Look up the messages that `samples` are coded against."""
+        """Look up the messages that `samples` are coded against.
+
+        Raises:
+            RemoteProtocolError: there cannot be any, since the codec has none.
+        """
         messages: dict[int, SampleMessage] = {}
         missing: dict[int, str] = {}
         for header in samples:
             if header.version == 0:
                 continue
-            message = None if self._buffer is None else self._buffer.get(SampleId(header.sample_id))
+            if self._buffer is None:
+                raise RemoteProtocolError(
+                    f"link {self._link}, sample {header.sample_id:016x}: version {header.version}, but codec {self.codec.name} "
+                    "has no messages"
+                )
+            message = self._buffer.get(SampleId(header.sample_id))
             shape = (header.num_rows, num_columns)
             if message is None:
                 missing[header.sample_id] = "no message is held"
@@ -290,7 +300,7 @@ class LinkCoder:
         sample_id = SampleId(visit.ref.sample_id)
         retained = Retained(keep=True, evicted=())
         if self._retention is not None:
-            retained = self._retention.visit(step, sample_id, self._buffer.format.nbytes(visit.spec))
+            retained = self._retention.visit(step, sample_id, self._buffer.kept_nbytes(visit.spec))
         self._stage(step, sample_id, message_out if retained.keep else None)
         for gone in retained.evicted:
             self._buffer.drop(step, gone)

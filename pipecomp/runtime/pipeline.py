@@ -11,6 +11,7 @@ Nothing but `commit` changes weights, optimizer state or messages (law 3).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -209,6 +210,12 @@ class Pipeline:
         senders = [c.coder for s in self.stages.values() for c in (s.forward_out, s.backward_out) if c is not None]
         meters = [(coder.store_meter("sender" if coder in senders else "receiver")) for coder in self._coders()]
         return tuple(meter for meter in meters if meter is not None)
+
+    def close(self) -> None:
+        """Close the stores; may wait for a disk. All are closed, whatever one of them raises."""
+        with contextlib.ExitStack() as stack:
+            for coder in self._coders():
+                stack.callback(coder.close)
 
     @property
     def message_nbytes(self) -> int:

@@ -14,8 +14,11 @@ from typing import NamedTuple
 
 from pipecomp.buffers.base import MessageBuffer
 from pipecomp.buffers.opening import StoreSettings, open_buffer
+from pipecomp.buffers.retention import Retention
 from pipecomp.config import MessagesConfig, RunConfig, config_hash, parse_size
 from pipecomp.protocol.messages import Assignment
+
+_BEFORE_ANY_STEP = 0
 
 
 class StoreHome(NamedTuple):
@@ -48,6 +51,15 @@ def store_settings(config: MessagesConfig, home: StoreHome, num_ends: int) -> St
 def link_capacity_nbytes(assignment: Assignment, stage: int) -> int:
     """Bytes of messages that the link from `stage` to the next keeps at each end."""
     return min(s.message_nbytes for s in assignment.stages[stage : stage + 2])
+
+
+def adopt(buffer: MessageBuffer, retention: Retention) -> None:
+    """Keep what an earlier run left in a folder as far as it fits, and give up the rest. Both ends do; where they do not come
+    to the same, the next visit heals it."""
+    for sample_id, nbytes in buffer.committed_nbytes().items():
+        if not retention.adopt(sample_id, nbytes):
+            buffer.drop(_BEFORE_ANY_STEP, sample_id)
+    buffer.commit(_BEFORE_ANY_STEP)
 
 
 def open_store(assignment: Assignment, config: RunConfig, home: StoreHome, *, stage: int, end: str) -> MessageBuffer:

@@ -132,8 +132,8 @@ class LocalPipeline:
         for hub in self._hubs:
             await hub.close()
         await self._threads.idle()
-        for maker in self.makers:
-            await self._threads.run(maker.close)
+        for rank in self.ranks:
+            await self._threads.run(rank.close)
         self._threads.close()
         self._compute.close()
 

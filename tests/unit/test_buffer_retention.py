@@ -192,3 +192,25 @@ def test_ten_thousand_samples_are_looked_at_once_each() -> None:
         run(retention, *([n] for n in range(10_000)), first=1 + 10_000 * epoch)
     assert retention.num_kept == 5000
     assert Counted.looks <= 30_000
+
+
+def test_what_an_earlier_run_left_is_kept_where_it_is_visited() -> None:
+    retention = Retention(20)
+    assert [retention.adopt(SampleId(sample), 10) for sample in (1, 2, 3)] == [True, True, False]
+    assert run(retention, [1], [2], [3]) == [KEPT, KEPT, REFUSED]
+
+
+def test_what_an_earlier_run_left_goes_first() -> None:
+    retention = Retention(20)
+    retention.adopt(SampleId(1), 10)
+    retention.adopt(SampleId(2), 10)
+    assert run(retention, [2], [3], [4]) == [KEPT, Retained(True, (SampleId(1),)), REFUSED]
+    assert retention.nbytes == 20
+
+
+def test_an_aborted_step_leaves_what_an_earlier_run_left() -> None:
+    retention = Retention(10)
+    retention.adopt(SampleId(1), 10)
+    assert retention.visit(1, SampleId(2), 10) == Retained(True, (SampleId(1),))
+    retention.abort(1)
+    assert run(retention, [1], [2], first=2) == [KEPT, REFUSED]

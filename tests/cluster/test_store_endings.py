@@ -1,0 +1,123 @@
+"""Stores of a worker that cannot go on: whatever fails, the others are closed and temporary folders go."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipecomp.buffers.disk import DiskBuffer
+from pipecomp.config import parse_run_config
+from pipecomp.errors import StoreError
+from pipecomp.runtime import assembly
+from pipecomp.runtime.channel import CodecThreads
+from pipecomp.runtime.compute import ComputeThread
+from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample
+from pipecomp.transport.base import Address
+from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
+from pipecomp.types import StageIndex
+from workers.job import AssignedWork
+from workers.service import WorkerOptions, WorkerService
+
+MODEL = {
+    "model_type": "gpt2", "vocab_size": 48, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "bos_token_id": 0,
+    "eos_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def pipeline() -> LocalPipeline:
+    tree = {
+        "model": {"config": MODEL, "weights": "random"},
+        "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": 12},
+        "train": {"batch_size": 3, "num_microbatches": 3},
+        "compression": {"forward": {"codec": "delta", "bits": 4}},
+        "messages": {"store": "disk"},
+    }
+    return LocalPipeline(parse_run_config(tree), MODEL, num_ranks=3)
+
+
+def stores_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("pipecomp-store-*")]
+
+
+async def test_a_store_that_cannot_be_opened_leaves_no_folder_of_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened = []
+
+    def open_store(*args: Any, **rest: Any) -> Any:
+        if len(opened) == 2:  # the one of the first rank, and the first of the two of the next
+            raise StoreError("no disk has room for this")
+        opened.append(plain(*args, **rest))
+        return opened[-1]
+
+    plain = assembly.open_store
+    monkeypatch.setattr(assembly, "open_store", open_store)
+    three = pipeline()
+    with pytest.raises(StoreError, match="no disk has room for this"):
+        await three.__aenter__()
+    await three.__aexit__()
+    assert stores_in(tmp_path) == []
+
+
+async def test_a_store_that_cannot_be_closed_keeps_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pipeline() as three:
+        await three.step([[LocalSample(i, [1, 2, 3 + i], [1, 2, 3 + i])] for i in range(3)], learning_rate=1e-3)
+        middle = three.ranks[1].stages[StageIndex(1)]
+        assert middle.forward_in is not None
+        assert middle.forward_out is not None
+        closed = []
+        plain = DiskBuffer.close
+
+        def close(buffer: DiskBuffer) -> None:
+            plain(buffer)
+            closed.append(buffer)
+            if len(closed) == 1:
+                raise StoreError("no space left")
+
+        monkeypatch.setattr(DiskBuffer, "close", close)
+        with pytest.raises(StoreError, match="no space left"):
+            three.ranks[1].close()
+        assert len(closed) == 2
+        monkeypatch.undo()
+
+
+class FailingStores:
+    def close(self) -> None:
+        raise StoreError("no space left")
+
+
+async def test_a_store_that_fails_at_its_end_leaves_no_thread_of_its_worker_running() -> None:
+    compute, threads = ComputeThread(num_threads=1), CodecThreads()
+    work = AssignedWork(name="w", data_address=Address("memory://w"), transport=MemoryTransport(MemoryNetwork()))
+    work._compute, work._codec_threads, work._pipeline = compute, threads, FailingStores()  # type: ignore[assignment]
+    with pytest.raises(StoreError, match="no space left"):
+        await work.close()
+    for pool in (compute._pool, threads._pool):
+        with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+            pool.submit(print)
+
+
+async def test_a_store_that_fails_at_its_end_does_not_swallow_the_last_words_of_its_worker() -> None:
+    class Connection:
+        linger_s = 0.0
+
+        async def close(self, *, linger_s: float) -> None:
+            self.linger_s = linger_s
+
+    class Work:
+        async def close(self) -> None:
+            raise StoreError("no space left")
+
+    connection: Any = Connection()
+    work: Any = Work()
+    service = WorkerService(
+        WorkerOptions(coordinator="memory://nobody", name="w"), control=MemoryTransport(MemoryNetwork()), work=work
+    )
+    service._connection = connection
+    with pytest.raises(StoreError, match="no space left"):
+        await service._close()
+    assert connection.linger_s > 0
