@@ -56,10 +56,9 @@ async def test_a_store_that_cannot_be_opened_leaves_no_folder_of_those_before_it
 
     plain = assembly.open_store
     monkeypatch.setattr(assembly, "open_store", open_store)
-    three = pipeline()
     with pytest.raises(StoreError, match="no disk has room for this"):
-        await three.__aenter__()
-    await three.__aexit__()
+        async with pipeline():
+            pass
     assert stores_in(tmp_path) == []
 
 
