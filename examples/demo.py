@@ -19,14 +19,10 @@ OUTPUT = Path("demo-output")
 SPEED_UP = 2.0
 
 _IDENTITY = '{codec = "identity"}'
-_FIRST_VISIT = '{codec = "uniform", bits = 4, group = 32}'
 METHODS = {
     "uncompressed": (_IDENTITY, _IDENTITY),
-    "direct 2/4 bits": ('{codec = "uniform", bits = 2, group = 32}', '{codec = "uniform", bits = 4, group = 32}'),
-    "AC-SGD 2/4 bits": (
-        f'{{codec = "delta", bits = 2, group = 32, first_visit = {_FIRST_VISIT}}}',
-        '{codec = "uniform", bits = 4, group = 32}',
-    ),
+    "direct 2/4 bits": ('{codec = "uniform", bits = 2}', '{codec = "uniform", bits = 4}'),
+    "AC-SGD 2/4 bits": ('{codec = "delta", bits = 2}', '{codec = "uniform", bits = 4}'),
 }
 
 

@@ -24,7 +24,7 @@ from pipecomp.data.tokenizer import load_tokenizer
 from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample
 from pipecomp.types import TensorSpec
 
-RESULTS = Path("docs/results/quantizers.json")
+COMMAND, RESULTS = "python -m pipecomp.experiments.quantizers", Path("docs/results/quantizers.json")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTH, NUM_TRAIN, NUM_HELD, BATCH = 64, 192, 64, 16
 EPOCHS, SEEDS, STAGES, LEARNING_RATE = 6, (0, 1, 2), 4, 1e-3
@@ -115,7 +115,6 @@ def run(
         asyncio.run(_train({"forward": PLAIN, "backward": PLAIN}, train, held, seed=seed, epochs=epochs)) for seed in seeds
     ]  # fmt: skip
     rows: list[results.Row] = [{"place": "none", "form": "fp32", "bits_per_value": 32.0, "losses": plain, "above_fp32": 0.0}]
-    outcome = results.result("python -m pipecomp.experiments.quantizers", rows, [])
     for case in cases:
         if case in known:
             rows.append(known[case])
@@ -136,8 +135,9 @@ def run(
             f"{case.place:<12}{row['bits_per_value']:>6.2f}  {case.form:<44}{row['above_fp32']:+.4f} ± {row['spread']:.4f}\n"
         )
         sys.stdout.flush()
-        outcome = results.result("python -m pipecomp.experiments.quantizers", rows, [])
-        results.write(path, outcome)
+        results.write(path, results.result(COMMAND, rows, []))
+    outcome = results.result(COMMAND, rows, [])
+    results.write(path, outcome)
     return outcome
 
 
