@@ -21,11 +21,11 @@ from pipecomp.codecs.base import Codec, Decoded
 from pipecomp.errors import ConfigError
 from pipecomp.types import TensorSpec
 
-DEFAULT_FIRST_VISIT: Mapping[str, object] = {"codec": "uniform", "bits": 5}
+DEFAULT_FIRST_VISIT: Mapping[str, object] = {"codec": "uniform", "bits": 4}
 
 
 class Delta(Codec):
-    """The options of `uniform`, and `first_visit`: a table of any stateless codec (default: `uniform`, 5 bits), or "whole".
+    """The options of `uniform`, and `first_visit`: a table of any stateless codec (default: `uniform`, 4 bits), or "whole".
 
     The error of a visit is that of quantizing the change, not the value; it does not pile up, because the change is taken
     against what the decoder holds. Both ends get the same bits (law 2).
