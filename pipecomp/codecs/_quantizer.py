@@ -21,7 +21,7 @@ DEFAULT_GROUP, DEFAULT_SCALE = 32, "e4m3"
 """Where a run file names neither: what trained best at equal bits; docs/numerics.md has the evidence."""
 OTHER_GROUP, OTHER_SCALE = 64, "bf16"
 """The one that is left out where it names the other, as it always was."""
-EITHER_UP_TO = 3
+EITHER_UP_TO = 2
 """Bits up to which a group has, by default, a zero level or levels at half steps, whichever errs less; it takes more time."""
 MAX_GROUP = 1 << 20
 

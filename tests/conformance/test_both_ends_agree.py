@@ -35,6 +35,8 @@ OPTIONS: list[Mapping[str, object]] = [
     {"bits": 4, "group": 32, "scale": "fp32", "rounding": "stochastic"},
     {"bits": 7, "group": 7},
     {"bits": 8, "group": 64, "scale": "fp16"},
+    {"bits": 2},
+    {"bits": 4, "rotation": "hadamard"},
 ]
 
 
