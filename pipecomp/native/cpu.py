@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numba as nb
 import numpy as np
 
-from pipecomp.native import _groups, _rotation, _vectors, ops
+from pipecomp.native import _fitting, _groups, _rotation, _vectors, ops
+from pipecomp.native._fitting import encode_fitted, groups_at_once
 from pipecomp.native._groups import (
     PADDING,
     SCALES,
@@ -29,6 +30,7 @@ from pipecomp.native._groups import (
     decode_rotated,
     encode_group,
     encode_rotated,
+    lowest_pattern,
     pack_block,
     top_exponent,
     unpack_block,
@@ -123,7 +125,7 @@ def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmat
 def _sources() -> str:
     """Digest of all that kernels are made of. Numba itself would look at this file alone, and load kernels made of old parts."""
     digest = hashlib.sha256()
-    for module in (ops, _vectors, _rotation, _groups, sys.modules[__name__]):
+    for module in (ops, _vectors, _rotation, _fitting, _groups, sys.modules[__name__]):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
 
@@ -137,6 +139,8 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
     is_relative, is_rotated = scale == "e4m3", rotation != "none"
+    is_in_registers = is_relative and fit != "extreme" and not is_rotated and fixed_group > 0
+    at_once = groups_at_once(fixed_group) if is_in_registers else 1
     constants = grid(layout)
     factor, smallest, limit, drop, rounds_up = (
         max(constants.near_factor, constants.far_factor),
@@ -165,8 +169,14 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
             top = top_exponent(worst, factor, smallest, limit, drop, rounds_up)
             payload[0] = np.uint8(top)
         for block_start in range(0, whole, block):
-            for at in range(0, block, group):
-                if is_rotated:
+            for at in range(0, block, at_once * group):
+                largest = np.uint32(0)  # where all were looked at for the top
+                if is_in_registers:
+                    encode_fitted(
+                        values, before, after, payload, unpacked, block_start + at, at, scale_at, lowest_pattern(top),
+                        fixed_group, bits, flags,
+                    )  # fmt: skip
+                elif is_rotated:
                     largest = encode_rotated(
                         values, before, after, payload, unpacked, scratch, block_start + at, at, fixed_group, scale_at,
                         top, seed_low, seed_high, bits, scale_index, lanes, flags,
@@ -177,7 +187,7 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
                         block_start + at, top, seed_low, seed_high, bits, scale_index, lanes, flags,
                     )  # fmt: skip
                 worst = max(worst, largest)
-                scale_at += scale_nbytes
+                scale_at += at_once * scale_nbytes
             offset = pack_block(unpacked, block, payload, offset, bits)
         for start in range(whole, num_values, group):
             length = min(group, num_values - start)

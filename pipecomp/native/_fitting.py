@@ -1,0 +1,267 @@
+"""Steps of least error, for a few groups at once and for Numba kernels. Knows the grid, pointers and lanes; not how blocks are cut.
+
+All that is tried stays in registers: first differences, 16 lanes of one group; then what a group has one of, in four lanes for
+each of four groups, a lane for each step tried. Sums of all groups are folded side by side, each in the contract's order.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, ARG001 - what Numba compiles is typed by Numba
+
+from __future__ import annotations
+
+import struct
+
+import numba as nb
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pipecomp.native._vectors import (
+    HAS_AFTER,
+    HAS_BEFORE,
+    IS_EITHER,
+    Memory,
+    broadcast,
+    clamp,
+    reconstruct,
+    shuffle,
+    splat,
+)
+from pipecomp.native.ops import Grid, Layout, block_length, grid
+
+_FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
+_LANES = 16  # of a vector, and the sums that a squared error is folded from
+_ACROSS = 4  # groups side by side, and steps tried
+_SIGN = 0x80000000
+_FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
+
+
+def groups_at_once(group: int) -> int:
+    """How many groups of this length `encode_fitted` takes; a block holds a whole number of times that."""
+    return min(_ACROSS, block_length(group) // group)
+
+
+@intrinsic(prefer_literal=True)
+def encode_fitted(
+    typing_context, values, before, after, payload, unpacked, start, at, scale_at, lowest, group, bits, flags
+):  # fmt: skip
+    """e4m3 scales, codes and messages of the `groups_at_once(group)` groups at `values[start:]`, all of them finite.
+
+    `at`: of their codes in `unpacked`. `scale_at`: of their scales in `payload`. `lowest`: the pattern that scales count from.
+    `group` is a literal, a multiple of 16.
+    """
+    flag, length = flags.literal_value, group.literal_value
+    num_groups, num_bits = groups_at_once(length), bits.literal_value
+    constants = grid(Layout(num_bits, length, "e4m3", fit="least_error", levels="either" if flag & IS_EITHER else "zero"))
+    bottoms = [centre - constants.half for centre in ((0.0, 0.5) if flag & IS_EITHER else (0.0,))]
+
+    def generate(context, builder, signature, args):
+        memory = Memory(context, builder, signature, args)
+        _, _, _, _, _, start, at, scale_at, lowest, *_ = args
+        lowest = broadcast(builder, lowest, _LANES)
+        differences = [
+            [_difference(builder, memory, start, place, flag) for place in range(first, first + length, _LANES)]
+            for first in range(0, num_groups * length, length)
+        ]
+        first, is_sent, is_negative = _first_steps(builder, differences, lowest, constants)
+        tried, is_tried = _tried_steps(builder, first, is_sent, lowest, constants)
+        inverse = builder.fdiv(splat(_FLOAT, 1.0, _LANES), tried)
+        ratio = builder.fmul(tried, _of_each(builder, inverse, (0, 0, 0, 0)))
+        weight = builder.fmul(ratio, ratio)
+        sign = builder.select(is_negative, splat(_INT, _SIGN, _LANES), splat(_INT, 0, _LANES))
+        sums = _sums_of_squares(builder, differences, inverse, sign, bottoms, constants)
+        never = splat(_FLOAT, float("inf"), _LANES)
+        errors = [builder.select(is_tried, builder.fmul(total, weight), never) for total in sums]
+        index, is_between = _best(builder, errors)
+
+        chosen = builder.sub(first, builder.mul(index, splat(_INT, constants.candidate, _LANES)))
+        sign = builder.select(is_between, splat(_INT, 0, _LANES), sign)
+        pattern = builder.sub(builder.lshr(chosen, splat(_INT, 20, _LANES)), lowest)
+        pattern = builder.or_(pattern, builder.lshr(sign, splat(_INT, 24, _LANES)))
+        pattern = builder.or_(pattern, builder.zext(is_between, _INTS))
+        pattern = shuffle(builder, builder.select(is_sent, pattern, splat(_INT, 0, _LANES)), range(0, 4 * num_groups, 4))
+        memory.store(3, scale_at, builder.trunc(pattern, ir.VectorType(_BYTE, num_groups)))
+
+        step = builder.bitcast(builder.or_(chosen, sign), _FLOATS)
+        divisor = builder.select(is_sent, step, splat(_FLOAT, 1.0, _LANES))
+        zero = splat(_FLOAT, 0.0, _LANES)
+        inverse = builder.select(is_sent, builder.fdiv(splat(_FLOAT, 1.0, _LANES), divisor), zero)
+        step = builder.select(is_sent, step, zero)
+        bottom = builder.select(is_between, splat(_FLOAT, bottoms[-1], _LANES), splat(_FLOAT, bottoms[0], _LANES))
+        nearest = builder.fsub(splat(_FLOAT, 0.5, _LANES), bottom)
+        for number, parts in enumerate(differences):
+            scale, offset = _lane(builder, inverse, 4 * number), _lane(builder, nearest, 4 * number)
+            for part, difference in enumerate(parts):
+                place = number * length + part * _LANES
+                position = builder.fadd(builder.fmul(difference, scale), offset)
+                codes = builder.fptosi(clamp(builder, position, float(2**num_bits - 1)), _INTS)
+                here = builder.add(at, at.type(place))
+                memory.store(4, here, builder.trunc(codes, ir.VectorType(_BYTE, _LANES)))
+                if flag & HAS_AFTER:
+                    here = builder.add(start, start.type(place))
+                    message = memory.load(1, here, _LANES) if flag & HAS_BEFORE else None
+                    level = (builder.extract_element(each, _INT(4 * number)) for each in (bottom, step))
+                    memory.store(2, here, reconstruct(builder, codes, *level, message))
+        return context.get_dummy_value()
+
+    arguments = (values, before, after, payload, unpacked, start, at, scale_at, lowest, group, bits, flags)
+    return nb.void(*arguments), generate
+
+
+def _difference(builder, memory, start, place, flag):
+    here = builder.add(start, start.type(place))
+    values = memory.load(0, here, _LANES)
+    return builder.fsub(values, memory.load(1, here, _LANES)) if flag & HAS_BEFORE else values
+
+
+def _first_steps(builder, differences, lowest, constants: Grid):
+    """Bits of each group's first step, rounded upwards; whether a scale can say it; whether the extreme is positive."""
+
+    def largest(compare):
+        def of_two(left, right):
+            return builder.select(compare(">", left, right), left, right)
+
+        widest = []
+        for parts in differences:
+            patterns = [builder.bitcast(part, _INTS) for part in parts]
+            for other in patterns[1:]:
+                patterns[0] = of_two(patterns[0], other)
+            widest.append(patterns[0])
+        return _all_lanes(builder, _across(builder, widest, of_two), of_two)
+
+    zero = splat(_INT, 0, _LANES)
+    above, below = largest(builder.icmp_signed), largest(builder.icmp_unsigned)
+    above = builder.select(builder.icmp_signed(">", above, zero), above, zero)
+    magnitude = builder.and_(below, splat(_INT, _SIGN - 1, _LANES))
+    below = builder.select(builder.icmp_signed("<", below, zero), magnitude, zero)
+    is_negative = builder.icmp_signed(">", above, below)
+    near = builder.bitcast(builder.select(is_negative, above, below), _FLOATS)
+    step = builder.fmul(near, splat(_FLOAT, float(constants.near_factor), _LANES))
+    limit = splat(_FLOAT, float(constants.largest), _LANES)
+    step = builder.select(builder.fcmp_ordered("<", step, limit), step, limit)
+    rest = (1 << constants.mantissa_drop) - 1
+    first = builder.add(builder.bitcast(step, _INTS), splat(_INT, rest, _LANES))
+    first = builder.and_(first, splat(_INT, 0xFFFFFFFF - rest, _LANES))
+    is_sent = builder.fcmp_ordered(">=", step, splat(_FLOAT, float(constants.smallest), _LANES))
+    return first, builder.and_(is_sent, _is_counted(builder, first, lowest)), is_negative
+
+
+def _is_counted(builder, pattern, lowest):
+    return builder.icmp_signed(">", builder.ashr(pattern, splat(_INT, 20, _LANES)), lowest)
+
+
+def _tried_steps(builder, first, is_sent, lowest, constants: Grid):
+    """The steps, in the lanes of their group, and whether each is one; all are numbers that a scale holds exactly."""
+    count = constants.num_candidates
+    lower = ir.Constant(_INTS, [index * constants.candidate for index in range(_ACROSS)] * _ACROSS)
+    is_one = ir.Constant(ir.VectorType(ir.IntType(1), _LANES), [index < count for index in range(_ACROSS)] * _ACROSS)
+    tried = builder.sub(first, lower)
+    smallest = splat(_INT, struct.unpack("<i", struct.pack("<f", constants.smallest))[0], _LANES)
+    is_tried = builder.and_(builder.icmp_signed(">=", tried, smallest), _is_counted(builder, tried, lowest))
+    is_tried = builder.and_(builder.and_(is_tried, is_sent), is_one)
+    return builder.select(is_tried, builder.bitcast(tried, _FLOATS), splat(_FLOAT, 1.0, _LANES)), is_tried
+
+
+def _sums_of_squares(builder, differences, inverse, sign, bottoms, constants: Grid):
+    """For each kind of levels, the squared errors of all groups and steps, in steps squared; levels at zero have signed steps."""
+    top = 2 * constants.half - 1
+    signs = [_lane(builder, sign, 4 * number) for number in range(len(differences))]
+    folded: list[list[ir.Value]] = [[] for _ in bottoms]
+    for index in range(constants.num_candidates):
+        sums: list[list[ir.Value]] = [[] for _ in bottoms]
+        for number, parts in enumerate(differences):
+            scale = _lane(builder, inverse, 4 * number + index)
+            totals: list[ir.Value | None] = [None for _ in bottoms]
+            for part in parts:
+                exact = builder.fmul(part, scale)
+                for kind, bottom in enumerate(bottoms):
+                    signed = exact
+                    if kind == 0:
+                        signed = builder.bitcast(builder.xor(builder.bitcast(exact, _INTS), signs[number]), _FLOATS)
+                    square = _square(builder, signed, bottom, top)
+                    total = totals[kind]
+                    totals[kind] = square if total is None else builder.fadd(total, square)
+            for kind, total in enumerate(totals):
+                sums[kind].append(total)
+        for kind, each in enumerate(sums):
+            folded[kind].append(_across(builder, each, builder.fadd))
+    return [_to_lanes(builder, each) for each in folded]
+
+
+def _square(builder, exact, bottom, top):
+    """The squared error of 16 lanes to their nearest levels."""
+    position = builder.fadd(exact, splat(_FLOAT, 0.5 - bottom, _LANES))
+    level = builder.fadd(_truncated(builder, clamp(builder, position, top)), splat(_FLOAT, bottom, _LANES))
+    error = builder.fsub(exact, level)
+    return builder.fmul(error, error)
+
+
+def _truncated(builder, vector):
+    function = ir.FunctionType(_FLOATS, [_FLOATS])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, f"llvm.trunc.v{_LANES}f32"), [vector])
+
+
+def _best(builder, errors):
+    """Of each group, the first of the least errors: its place among the steps, and whether its levels are the second kind."""
+
+    def least_of_two(left, right):
+        return builder.select(builder.fcmp_ordered("<", left, right), left, right)
+
+    def first_of_two(left, right):
+        return builder.select(builder.icmp_signed("<", left, right), left, right)
+
+    least = [_all_lanes(builder, each, least_of_two) for each in errors]
+    best, value = errors[0], least[0]
+    is_between = ir.Constant(ir.VectorType(ir.IntType(1), _LANES), [False] * _LANES)
+    if len(errors) > 1:
+        is_between = builder.fcmp_ordered("<", least[1], least[0])
+        best, value = builder.select(is_between, errors[1], best), builder.select(is_between, least[1], value)
+    index = ir.Constant(_INTS, [*range(_ACROSS)] * _ACROSS)
+    index = builder.select(builder.fcmp_ordered("==", best, value), index, splat(_INT, _ACROSS, _LANES))
+    return _all_lanes(builder, index, first_of_two), is_between
+
+
+def _across(builder, vectors, operation):
+    """Vectors of one group each, folded twice in halves, into four lanes for each group; what lacks of four groups is repeated."""
+    first, second, third, fourth = (vectors[number % len(vectors)] for number in range(_ACROSS))
+    left, right = (
+        operation(_of_both(builder, *pair, range(8)), _of_both(builder, *pair, range(8, 16)))
+        for pair in ((first, second), (third, fourth))
+    )
+    lower, upper = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
+    return operation(_of_both(builder, left, right, lower), _of_both(builder, left, right, upper))
+
+
+def _to_lanes(builder, folded):
+    """What `_across` made for each step tried, folded to the end, into the lanes of the steps."""
+
+    def fold(left, right, first, second):
+        halves = [
+            builder.shuffle_vector(left, right, ir.Constant(_INTS, [
+                4 * number + lane + shift for number in range(_ACROSS) for shift in (0, _LANES) for lane in lanes
+            ])) for lanes in (first, second)
+        ]  # fmt: skip
+        return builder.fadd(*halves)
+
+    steps = [folded[min(index, len(folded) - 1)] for index in range(_ACROSS)]
+    left, right = (fold(*pair, (0, 1), (2, 3)) for pair in (steps[:2], steps[2:]))
+    return fold(left, right, (0, 2), (1, 3))
+
+
+def _all_lanes(builder, vector, operation):
+    """The lanes of each group combined, the result in all of them."""
+    vector = operation(vector, _of_each(builder, vector, (2, 3, 0, 1)))
+    return operation(vector, _of_each(builder, vector, (1, 0, 3, 2)))
+
+
+def _of_each(builder, vector, lanes):
+    return shuffle(builder, vector, [4 * number + lane for number in range(_ACROSS) for lane in lanes])
+
+
+def _of_both(builder, left, right, lanes):
+    order = [lane + shift for shift in (0, _LANES) for lane in lanes]
+    return builder.shuffle_vector(left, right, ir.Constant(_INTS, order))
+
+
+def _lane(builder, vector, lane):
+    return shuffle(builder, vector, [lane] * _LANES)
