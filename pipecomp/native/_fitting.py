@@ -9,9 +9,8 @@ each of four groups, a lane for each step tried. Sums of all groups are folded s
 
 from __future__ import annotations
 
-import struct
-
 import numba as nb
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -22,7 +21,6 @@ from pipecomp.native._vectors import (
     IS_EITHER,
     Memory,
     broadcast,
-    clamp,
     reconstruct,
     shuffle,
     splat,
@@ -69,7 +67,7 @@ def encode_fitted(
         ratio = builder.fmul(tried, _of_each(builder, inverse, (0, 0, 0, 0)))
         weight = builder.fmul(ratio, ratio)
         sign = builder.select(is_negative, splat(_INT, _SIGN, _LANES), splat(_INT, 0, _LANES))
-        sums = _sums_of_squares(builder, differences, inverse, sign, bottoms, constants)
+        sums = _sums_of_squares(builder, differences, inverse, is_negative, bottoms, constants)
         never = splat(_FLOAT, float("inf"), _LANES)
         errors = [builder.select(is_tried, builder.fmul(total, weight), never) for total in sums]
         index, is_between = _best(builder, errors)
@@ -94,7 +92,7 @@ def encode_fitted(
             for part, difference in enumerate(parts):
                 place = number * length + part * _LANES
                 position = builder.fadd(builder.fmul(difference, scale), offset)
-                codes = builder.fptosi(clamp(builder, position, float(2**num_bits - 1)), _INTS)
+                codes = builder.fptosi(_held(builder, position, 2**num_bits - 1, True), _INTS)
                 here = builder.add(at, at.type(place))
                 memory.store(4, here, builder.trunc(codes, ir.VectorType(_BYTE, _LANES)))
                 if flag & HAS_AFTER:
@@ -156,15 +154,18 @@ def _tried_steps(builder, first, is_sent, lowest, constants: Grid):
     lower = ir.Constant(_INTS, [index * constants.candidate for index in range(_ACROSS)] * _ACROSS)
     is_one = ir.Constant(ir.VectorType(ir.IntType(1), _LANES), [index < count for index in range(_ACROSS)] * _ACROSS)
     tried = builder.sub(first, lower)
-    smallest = splat(_INT, struct.unpack("<i", struct.pack("<f", constants.smallest))[0], _LANES)
+    smallest = splat(_INT, _bits(constants.smallest), _LANES)
     is_tried = builder.and_(builder.icmp_signed(">=", tried, smallest), _is_counted(builder, tried, lowest))
     is_tried = builder.and_(builder.and_(is_tried, is_sent), is_one)
     return builder.select(is_tried, builder.bitcast(tried, _FLOATS), splat(_FLOAT, 1.0, _LANES)), is_tried
 
 
-def _sums_of_squares(builder, differences, inverse, sign, bottoms, constants: Grid):
-    """For each kind of levels, the squared errors of all groups and steps, in steps squared; levels at zero have signed steps."""
-    top = 2 * constants.half - 1
+def _sums_of_squares(builder, differences, inverse, is_negative, bottoms, constants: Grid):
+    """For each kind of levels, the squared errors of all groups and steps, in steps squared.
+
+    Levels at zero have signed steps. Their sign is multiplied in, which is exact, whether or not the sum is fused with it.
+    """
+    sign = builder.select(is_negative, splat(_FLOAT, -1.0, _LANES), splat(_FLOAT, 1.0, _LANES))
     signs = [_lane(builder, sign, 4 * number) for number in range(len(differences))]
     folded: list[list[ir.Value]] = [[] for _ in bottoms]
     for index in range(constants.num_candidates):
@@ -175,10 +176,8 @@ def _sums_of_squares(builder, differences, inverse, sign, bottoms, constants: Gr
             for part in parts:
                 exact = builder.fmul(part, scale)
                 for kind, bottom in enumerate(bottoms):
-                    signed = exact
-                    if kind == 0:
-                        signed = builder.bitcast(builder.xor(builder.bitcast(exact, _INTS), signs[number]), _FLOATS)
-                    square = _square(builder, signed, bottom, top)
+                    is_low = _farthest(index, constants) >= 1.5 - bottom
+                    square = _square(builder, exact, None if kind else signs[number], bottom, constants, is_low)
                     total = totals[kind]
                     totals[kind] = square if total is None else builder.fadd(total, square)
             for kind, total in enumerate(totals):
@@ -188,12 +187,53 @@ def _sums_of_squares(builder, differences, inverse, sign, bottoms, constants: Gr
     return [_to_lanes(builder, each) for each in folded]
 
 
-def _square(builder, exact, bottom, top):
-    """The squared error of 16 lanes to their nearest levels."""
-    position = builder.fadd(exact, splat(_FLOAT, 0.5 - bottom, _LANES))
-    level = builder.fadd(_truncated(builder, clamp(builder, position, top)), splat(_FLOAT, bottom, _LANES))
-    error = builder.fsub(exact, level)
+def _farthest(index: int, constants: Grid) -> float:
+    """A bound on the differences of a group, in the steps tried at `index`; one that is held under the largest is too small."""
+    lower, drop = index * constants.candidate, constants.mantissa_drop
+    firsts = range(127 << 23, 128 << 23, 1 << drop)
+    held = float(np.finfo(np.float32).max) / constants.half / float(constants.largest)
+    return constants.half * held * max(_float(first) / _float(first - lower) for first in firsts) * (1 + 2.0**-20)
+
+
+def _float(pattern: int) -> float:
+    return float(np.uint32(pattern).view(np.float32))
+
+
+def _square(builder, exact, sign, bottom, constants: Grid, is_low):
+    """The squared error of 16 lanes to their nearest levels. `is_low`: whether they may lie a step or more below the lowest.
+
+    Truncation takes all that lies less than a step below it there anyway.
+    """
+    nearest = splat(_FLOAT, 0.5 - bottom, _LANES)
+    position = builder.fadd(exact, nearest) if sign is None else _multiplied_added(builder, exact, sign, nearest)
+    codes = _truncated(builder, _held(builder, position, 2 * constants.half - 1, is_low))
+    level = builder.fadd(codes, splat(_FLOAT, bottom, _LANES))
+    if sign is None:
+        error = builder.fsub(exact, level)
+    else:
+        error = _multiplied_added(builder, builder.fneg(level), sign, exact)
     return builder.fmul(error, error)
+
+
+def _held(builder, position, top, is_low):
+    """To top at most and, if `is_low`, to 0 at least. As integers, which leaves the adders to the sums: no NaN comes here."""
+    bits = builder.bitcast(position, _INTS)
+    bounds = [("<", _bits(top))] + [(">", 0)] * is_low
+    for comparison, bound in bounds:
+        limit = splat(_INT, bound, _LANES)
+        bits = builder.select(builder.icmp_signed(comparison, bits, limit), bits, limit)
+    return builder.bitcast(bits, _FLOATS)
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def _multiplied_added(builder, vector, factor, other):
+    """Vector * factor + other, for an exact product."""
+    function = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    name = f"llvm.fmuladd.v{_LANES}f32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), [vector, factor, other])
 
 
 def _truncated(builder, vector):
