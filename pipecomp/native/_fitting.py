@@ -9,6 +9,8 @@ each of four groups, a lane for each step tried. Sums of all groups are folded s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba as nb
 import numpy as np
 from llvmlite import ir
@@ -25,7 +27,7 @@ from pipecomp.native._vectors import (
     shuffle,
     splat,
 )
-from pipecomp.native.ops import Grid, Layout, block_length, grid
+from pipecomp.native.ops import Grid, Layout, grid
 
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _LANES = 16  # of a vector, and the sums that a squared error is folded from
@@ -35,8 +37,23 @@ _FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
 
 
 def groups_at_once(group: int) -> int:
-    """How many groups of this length `encode_fitted` takes; a block holds a whole number of times that."""
-    return min(_ACROSS, block_length(group) // group)
+    """How many groups of this length `encode_fitted` takes, whole blocks of them; 0 for a length that it is not made for."""
+    return {16: 2 * _ACROSS, 32: 2 * _ACROSS, 64: _ACROSS}.get(group, 0)
+
+
+class _Unit(NamedTuple):
+    """Four groups: where they are, and what is known of each before steps are tried."""
+
+    start: ir.Value
+    at: ir.Value
+    scale_at: ir.Value
+    differences: list[list[ir.Value]]
+    first: ir.Value
+    is_sent: ir.Value
+    is_negative: ir.Value
+    is_tried: ir.Value
+    inverse: ir.Value
+    weight: ir.Value
 
 
 @intrinsic(prefer_literal=True)
@@ -46,10 +63,9 @@ def encode_fitted(
     """e4m3 scales, codes and messages of the `groups_at_once(group)` groups at `values[start:]`, all of them finite.
 
     `at`: of their codes in `unpacked`. `scale_at`: of their scales in `payload`. `lowest`: the pattern that scales count from.
-    `group` is a literal, a multiple of 16.
+    `group` is a literal. Of two units, each is written when the other's sums are on their way: none waits for a choice.
     """
-    flag, length = flags.literal_value, group.literal_value
-    num_groups, num_bits = groups_at_once(length), bits.literal_value
+    flag, length, num_bits = flags.literal_value, group.literal_value, bits.literal_value
     constants = grid(Layout(num_bits, length, "e4m3", fit="least_error", levels="either" if flag & IS_EITHER else "zero"))
     bottoms = [centre - constants.half for centre in ((0.0, 0.5) if flag & IS_EITHER else (0.0,))]
 
@@ -57,53 +73,72 @@ def encode_fitted(
         memory = Memory(context, builder, signature, args)
         _, _, _, _, _, start, at, scale_at, lowest, *_ = args
         lowest = broadcast(builder, lowest, _LANES)
-        differences = [
-            [_difference(builder, memory, start, place, flag) for place in range(first, first + length, _LANES)]
-            for first in range(0, num_groups * length, length)
-        ]
-        first, is_sent, is_negative = _first_steps(builder, differences, lowest, constants)
-        tried, is_tried = _tried_steps(builder, first, is_sent, lowest, constants)
-        inverse = builder.fdiv(splat(_FLOAT, 1.0, _LANES), tried)
-        ratio = builder.fmul(tried, _of_each(builder, inverse, (0, 0, 0, 0)))
-        weight = builder.fmul(ratio, ratio)
-        sign = builder.select(is_negative, splat(_INT, _SIGN, _LANES), splat(_INT, 0, _LANES))
-        sums = _sums_of_squares(builder, differences, inverse, is_negative, bottoms, constants)
-        never = splat(_FLOAT, float("inf"), _LANES)
-        errors = [builder.select(is_tried, builder.fmul(total, weight), never) for total in sums]
-        index, is_between = _best(builder, errors)
-
-        chosen = builder.sub(first, builder.mul(index, splat(_INT, constants.candidate, _LANES)))
-        sign = builder.select(is_between, splat(_INT, 0, _LANES), sign)
-        pattern = builder.sub(builder.lshr(chosen, splat(_INT, 20, _LANES)), lowest)
-        pattern = builder.or_(pattern, builder.lshr(sign, splat(_INT, 24, _LANES)))
-        pattern = builder.or_(pattern, builder.zext(is_between, _INTS))
-        pattern = shuffle(builder, builder.select(is_sent, pattern, splat(_INT, 0, _LANES)), range(0, 4 * num_groups, 4))
-        memory.store(3, scale_at, builder.trunc(pattern, ir.VectorType(_BYTE, num_groups)))
-
-        step = builder.bitcast(builder.or_(chosen, sign), _FLOATS)
-        divisor = builder.select(is_sent, step, splat(_FLOAT, 1.0, _LANES))
-        zero = splat(_FLOAT, 0.0, _LANES)
-        inverse = builder.select(is_sent, builder.fdiv(splat(_FLOAT, 1.0, _LANES), divisor), zero)
-        step = builder.select(is_sent, step, zero)
-        bottom = builder.select(is_between, splat(_FLOAT, bottoms[-1], _LANES), splat(_FLOAT, bottoms[0], _LANES))
-        nearest = builder.fsub(splat(_FLOAT, 0.5, _LANES), bottom)
-        for number, parts in enumerate(differences):
-            scale, offset = _lane(builder, inverse, 4 * number), _lane(builder, nearest, 4 * number)
-            for part, difference in enumerate(parts):
-                place = number * length + part * _LANES
-                position = builder.fadd(builder.fmul(difference, scale), offset)
-                codes = builder.fptosi(_held(builder, position, 2**num_bits - 1, True), _INTS)
-                here = builder.add(at, at.type(place))
-                memory.store(4, here, builder.trunc(codes, ir.VectorType(_BYTE, _LANES)))
-                if flag & HAS_AFTER:
-                    here = builder.add(start, start.type(place))
-                    message = memory.load(1, here, _LANES) if flag & HAS_BEFORE else None
-                    level = (builder.extract_element(each, _INT(4 * number)) for each in (bottom, step))
-                    memory.store(2, here, reconstruct(builder, codes, *level, message))
+        units = [
+            _prepared(
+                builder, memory, *(builder.add(base, base.type(shift)) for base, shift in (
+                    (start, first * length), (at, first * length), (scale_at, first),
+                )), lowest, length, flag, constants,
+            ) for first in range(0, groups_at_once(length), _ACROSS)
+        ]  # fmt: skip
+        chosen: list[tuple[ir.Value, ir.Value]] = []
+        for number, unit in enumerate(units):
+            sums = _sums_of_squares(builder, unit, bottoms, constants)
+            if number:
+                _write(builder, memory, units[number - 1], *chosen[-1], lowest, bottoms, flag, constants)
+            never = splat(_FLOAT, float("inf"), _LANES)
+            errors = [builder.select(unit.is_tried, builder.fmul(total, unit.weight), never) for total in sums]
+            chosen.append(_best(builder, errors))
+        _write(builder, memory, units[-1], *chosen[-1], lowest, bottoms, flag, constants)
         return context.get_dummy_value()
 
     arguments = (values, before, after, payload, unpacked, start, at, scale_at, lowest, group, bits, flags)
     return nb.void(*arguments), generate
+
+
+def _prepared(builder, memory, start, at, scale_at, lowest, length, flag, constants: Grid) -> _Unit:
+    differences = [
+        [_difference(builder, memory, start, place, flag) for place in range(first, first + length, _LANES)]
+        for first in range(0, _ACROSS * length, length)
+    ]
+    first, is_sent, is_negative = _first_steps(builder, differences, lowest, constants)
+    tried, is_tried = _tried_steps(builder, first, is_sent, lowest, constants)
+    inverse = builder.fdiv(splat(_FLOAT, 1.0, _LANES), tried)
+    ratio = builder.fmul(tried, _of_each(builder, inverse, (0, 0, 0, 0)))
+    weight = builder.fmul(ratio, ratio)
+    return _Unit(start, at, scale_at, differences, first, is_sent, is_negative, is_tried, inverse, weight)
+
+
+def _write(builder, memory, unit: _Unit, index, is_between, lowest, bottoms, flag, constants: Grid) -> None:
+    """Scales, codes and messages of the steps chosen."""
+    none, zero, one = splat(_INT, 0, _LANES), splat(_FLOAT, 0.0, _LANES), splat(_FLOAT, 1.0, _LANES)
+    first, is_sent = unit.first, unit.is_sent
+    chosen = builder.sub(first, builder.mul(index, splat(_INT, constants.candidate, _LANES)))
+    has_sign = builder.and_(unit.is_negative, builder.not_(is_between))
+    sign = builder.select(has_sign, splat(_INT, _SIGN, _LANES), none)
+    pattern = builder.sub(builder.lshr(chosen, splat(_INT, 20, _LANES)), lowest)
+    pattern = builder.or_(pattern, builder.lshr(sign, splat(_INT, 24, _LANES)))
+    pattern = builder.or_(pattern, builder.zext(is_between, _INTS))
+    pattern = shuffle(builder, builder.select(is_sent, pattern, none), range(0, _LANES, _ACROSS))
+    memory.store(3, unit.scale_at, builder.trunc(pattern, ir.VectorType(_BYTE, _ACROSS)))
+
+    step = builder.bitcast(builder.or_(chosen, sign), _FLOATS)
+    inverse = builder.select(is_sent, builder.fdiv(one, builder.select(is_sent, step, one)), zero)
+    step = builder.select(is_sent, step, zero)
+    bottom = builder.select(is_between, splat(_FLOAT, bottoms[-1], _LANES), splat(_FLOAT, bottoms[0], _LANES))
+    nearest = builder.fsub(splat(_FLOAT, 0.5, _LANES), bottom)
+    for number, parts in enumerate(unit.differences):
+        scale, offset = _lane(builder, inverse, 4 * number), _lane(builder, nearest, 4 * number)
+        for part, difference in enumerate(parts):
+            place = (number * len(parts) + part) * _LANES
+            position = builder.fadd(builder.fmul(difference, scale), offset)
+            codes = builder.fptosi(_held(builder, position, 2 * constants.half - 1, True), _INTS)
+            here = builder.add(unit.at, unit.at.type(place))
+            memory.store(4, here, builder.trunc(codes, ir.VectorType(_BYTE, _LANES)))
+            if flag & HAS_AFTER:
+                here = builder.add(unit.start, unit.start.type(place))
+                message = memory.load(1, here, _LANES) if flag & HAS_BEFORE else None
+                level = (builder.extract_element(each, _INT(4 * number)) for each in (bottom, step))
+                memory.store(2, here, reconstruct(builder, codes, *level, message))
 
 
 def _difference(builder, memory, start, place, flag):
@@ -160,18 +195,18 @@ def _tried_steps(builder, first, is_sent, lowest, constants: Grid):
     return builder.select(is_tried, builder.bitcast(tried, _FLOATS), splat(_FLOAT, 1.0, _LANES)), is_tried
 
 
-def _sums_of_squares(builder, differences, inverse, is_negative, bottoms, constants: Grid):
+def _sums_of_squares(builder, unit: _Unit, bottoms, constants: Grid):
     """For each kind of levels, the squared errors of all groups and steps, in steps squared.
 
     Levels at zero have signed steps. Their sign is multiplied in, which is exact, whether or not the sum is fused with it.
     """
-    sign = builder.select(is_negative, splat(_FLOAT, -1.0, _LANES), splat(_FLOAT, 1.0, _LANES))
-    signs = [_lane(builder, sign, 4 * number) for number in range(len(differences))]
+    sign = builder.select(unit.is_negative, splat(_FLOAT, -1.0, _LANES), splat(_FLOAT, 1.0, _LANES))
+    signs = [_lane(builder, sign, 4 * number) for number in range(_ACROSS)]
     folded: list[list[ir.Value]] = [[] for _ in bottoms]
     for index in range(constants.num_candidates):
         sums: list[list[ir.Value]] = [[] for _ in bottoms]
-        for number, parts in enumerate(differences):
-            scale = _lane(builder, inverse, 4 * number + index)
+        for number, parts in enumerate(unit.differences):
+            scale = _lane(builder, unit.inverse, 4 * number + index)
             totals: list[ir.Value | None] = [None for _ in bottoms]
             for part in parts:
                 exact = builder.fmul(part, scale)
@@ -262,8 +297,8 @@ def _best(builder, errors):
 
 
 def _across(builder, vectors, operation):
-    """Vectors of one group each, folded twice in halves, into four lanes for each group; what lacks of four groups is repeated."""
-    first, second, third, fourth = (vectors[number % len(vectors)] for number in range(_ACROSS))
+    """Vectors of one group each, folded twice in halves, into four lanes for each group."""
+    first, second, third, fourth = vectors
     left, right = (
         operation(_of_both(builder, *pair, range(8)), _of_both(builder, *pair, range(8, 16)))
         for pair in ((first, second), (third, fourth))

@@ -139,8 +139,8 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
     is_relative, is_rotated = scale == "e4m3", rotation != "none"
-    is_in_registers = is_relative and fit != "extreme" and not is_rotated and fixed_group > 0
-    at_once = groups_at_once(fixed_group) if is_in_registers else 1
+    at_once = groups_at_once(fixed_group) if is_relative and fit != "extreme" and not is_rotated else 0
+    span = at_once * fixed_group
     constants = grid(layout)
     factor, smallest, limit, drop, rounds_up = (
         max(constants.near_factor, constants.far_factor),
@@ -155,7 +155,7 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
         group = np.int64(fixed_group or any_group)
         block = block_of(group)
         num_values = values.size
-        unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
+        unpacked = np.empty(min(max(block, span), num_values) + PADDING, np.uint8)
         scratch = (np.empty(fixed_group, np.float32), np.empty(fixed_group, np.float32))
         worst, top = np.uint32(0), np.uint32(0)
         scale_at, offset = np.int64(is_relative), is_relative + (num_values + group - 1) // group * scale_nbytes
@@ -168,15 +168,19 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
                 return False
             top = top_exponent(worst, factor, smallest, limit, drop, rounds_up)
             payload[0] = np.uint8(top)
-        for block_start in range(0, whole, block):
-            for at in range(0, block, at_once * group):
-                largest = np.uint32(0)  # where all were looked at for the top
-                if is_in_registers:
-                    encode_fitted(
-                        values, before, after, payload, unpacked, block_start + at, at, scale_at, lowest_pattern(top),
-                        fixed_group, bits, flags,
-                    )  # fmt: skip
-                elif is_rotated:
+        done = np.int64(0)
+        if span:
+            while done + span <= num_values:  # all were looked at for the top, and are finite
+                encode_fitted(
+                    values, before, after, payload, unpacked, done, np.int64(0), scale_at, lowest_pattern(top),
+                    fixed_group, bits, flags,
+                )  # fmt: skip
+                for at in range(0, span, block):
+                    offset = pack_block(unpacked[at:], block, payload, offset, bits)
+                done, scale_at = done + span, scale_at + at_once
+        for block_start in range(done, whole, block):
+            for at in range(0, block, group):
+                if is_rotated:
                     largest = encode_rotated(
                         values, before, after, payload, unpacked, scratch, block_start + at, at, fixed_group, scale_at,
                         top, seed_low, seed_high, bits, scale_index, lanes, flags,
@@ -187,7 +191,7 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
                         block_start + at, top, seed_low, seed_high, bits, scale_index, lanes, flags,
                     )  # fmt: skip
                 worst = max(worst, largest)
-                scale_at += at_once * scale_nbytes
+                scale_at += scale_nbytes
             offset = pack_block(unpacked, block, payload, offset, bits)
         for start in range(whole, num_values, group):
             length = min(group, num_values - start)
