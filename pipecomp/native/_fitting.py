@@ -23,13 +23,13 @@ from pipecomp.native._vectors import (
     IS_EITHER,
     Memory,
     broadcast,
-    reconstruct,
     shuffle,
     splat,
 )
-from pipecomp.native.ops import Grid, Layout, grid
+from pipecomp.native.ops import MIN_BLOCK, PLANES, Grid, Layout, grid
 
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
+_BYTES, _VECTORS = ir.VectorType(_BYTE, 16), MIN_BLOCK // 16  # of codes, and in a block
 _LANES = 16  # of a vector, and the sums that a squared error is folded from
 _ACROSS = 4  # groups side by side, and steps tried
 _SIGN = 0x80000000
@@ -45,7 +45,6 @@ class _Unit(NamedTuple):
     """Four groups: where they are, and what is known of each before steps are tried."""
 
     start: ir.Value
-    at: ir.Value
     scale_at: ir.Value
     differences: list[list[ir.Value]]
     first: ir.Value
@@ -58,11 +57,11 @@ class _Unit(NamedTuple):
 
 @intrinsic(prefer_literal=True)
 def encode_fitted(
-    typing_context, values, before, after, payload, unpacked, start, at, scale_at, lowest, group, bits, flags
+    typing_context, values, before, after, payload, start, scale_at, offset, lowest, group, bits, flags
 ):  # fmt: skip
     """e4m3 scales, codes and messages of the `groups_at_once(group)` groups at `values[start:]`, all of them finite.
 
-    `at`: of their codes in `unpacked`. `scale_at`: of their scales in `payload`. `lowest`: the pattern that scales count from.
+    `scale_at`, `offset`: of their scales and of their codes in `payload`. `lowest`: the pattern that scales count from.
     `group` is a literal. Of two units, each is written when the other's sums are on their way: none waits for a choice.
     """
     flag, length, num_bits = flags.literal_value, group.literal_value, bits.literal_value
@@ -71,31 +70,33 @@ def encode_fitted(
 
     def generate(context, builder, signature, args):
         memory = Memory(context, builder, signature, args)
-        _, _, _, _, _, start, at, scale_at, lowest, *_ = args
+        _, _, _, _, start, scale_at, offset, lowest, *_ = args
         lowest = broadcast(builder, lowest, _LANES)
         units = [
             _prepared(
                 builder, memory, *(builder.add(base, base.type(shift)) for base, shift in (
-                    (start, first * length), (at, first * length), (scale_at, first),
+                    (start, first * length), (scale_at, first),
                 )), lowest, length, flag, constants,
             ) for first in range(0, groups_at_once(length), _ACROSS)
         ]  # fmt: skip
         chosen: list[tuple[ir.Value, ir.Value]] = []
+        codes: list[ir.Value] = []
         for number, unit in enumerate(units):
             sums = _sums_of_squares(builder, unit, bottoms, constants)
             if number:
-                _write(builder, memory, units[number - 1], *chosen[-1], lowest, bottoms, flag, constants)
+                codes += _write(builder, memory, units[number - 1], *chosen[-1], lowest, bottoms, flag, constants)
             never = splat(_FLOAT, float("inf"), _LANES)
             errors = [builder.select(unit.is_tried, builder.fmul(total, unit.weight), never) for total in sums]
             chosen.append(_best(builder, errors))
-        _write(builder, memory, units[-1], *chosen[-1], lowest, bottoms, flag, constants)
+        codes += _write(builder, memory, units[-1], *chosen[-1], lowest, bottoms, flag, constants)
+        _pack(builder, memory, codes, offset, num_bits)
         return context.get_dummy_value()
 
-    arguments = (values, before, after, payload, unpacked, start, at, scale_at, lowest, group, bits, flags)
+    arguments = (values, before, after, payload, start, scale_at, offset, lowest, group, bits, flags)
     return nb.void(*arguments), generate
 
 
-def _prepared(builder, memory, start, at, scale_at, lowest, length, flag, constants: Grid) -> _Unit:
+def _prepared(builder, memory, start, scale_at, lowest, length, flag, constants: Grid) -> _Unit:
     differences = [
         [_difference(builder, memory, start, place, flag) for place in range(first, first + length, _LANES)]
         for first in range(0, _ACROSS * length, length)
@@ -105,11 +106,11 @@ def _prepared(builder, memory, start, at, scale_at, lowest, length, flag, consta
     inverse = builder.fdiv(splat(_FLOAT, 1.0, _LANES), tried)
     ratio = builder.fmul(tried, _of_each(builder, inverse, (0, 0, 0, 0)))
     weight = builder.fmul(ratio, ratio)
-    return _Unit(start, at, scale_at, differences, first, is_sent, is_negative, is_tried, inverse, weight)
+    return _Unit(start, scale_at, differences, first, is_sent, is_negative, is_tried, inverse, weight)
 
 
-def _write(builder, memory, unit: _Unit, index, is_between, lowest, bottoms, flag, constants: Grid) -> None:
-    """Scales, codes and messages of the steps chosen."""
+def _write(builder, memory, unit: _Unit, index, is_between, lowest, bottoms, flag, constants: Grid):
+    """Scales and messages of the steps chosen; return the codes."""
     none, zero, one = splat(_INT, 0, _LANES), splat(_FLOAT, 0.0, _LANES), splat(_FLOAT, 1.0, _LANES)
     first, is_sent = unit.first, unit.is_sent
     chosen = builder.sub(first, builder.mul(index, splat(_INT, constants.candidate, _LANES)))
@@ -126,19 +127,37 @@ def _write(builder, memory, unit: _Unit, index, is_between, lowest, bottoms, fla
     step = builder.select(is_sent, step, zero)
     bottom = builder.select(is_between, splat(_FLOAT, bottoms[-1], _LANES), splat(_FLOAT, bottoms[0], _LANES))
     nearest = builder.fsub(splat(_FLOAT, 0.5, _LANES), bottom)
+    codes = []
     for number, parts in enumerate(unit.differences):
-        scale, offset = _lane(builder, inverse, 4 * number), _lane(builder, nearest, 4 * number)
-        for part, difference in enumerate(parts):
-            place = (number * len(parts) + part) * _LANES
+        scale, offset, size, lower = (_lanes(builder, each, number) for each in (inverse, nearest, step, bottom))
+        for difference in parts:
             position = builder.fadd(builder.fmul(difference, scale), offset)
-            codes = builder.fptosi(_held(builder, position, 2 * constants.half - 1, True), _INTS)
-            here = builder.add(unit.at, unit.at.type(place))
-            memory.store(4, here, builder.trunc(codes, ir.VectorType(_BYTE, _LANES)))
+            codes.append(builder.fptosi(_held(builder, position, 2 * constants.half - 1, True), _INTS))
             if flag & HAS_AFTER:
-                here = builder.add(unit.start, unit.start.type(place))
+                here = builder.add(unit.start, unit.start.type((len(codes) - 1) * _LANES))
+                change = builder.fmul(builder.fadd(builder.sitofp(codes[-1], _FLOATS), lower), size)
                 message = memory.load(1, here, _LANES) if flag & HAS_BEFORE else None
-                level = (builder.extract_element(each, _INT(4 * number)) for each in (bottom, step))
-                memory.store(2, here, reconstruct(builder, codes, *level, message))
+                memory.store(2, here, change if message is None else builder.fadd(message, change))
+    return codes
+
+
+def _pack(builder, memory, codes, offset, bits) -> None:
+    """All planes of blocks of eight vectors of codes: byte i of one has the codes i, i + width * 16, i + 2 * width * 16, ..."""
+    place = 0
+    for first in range(0, len(codes), _VECTORS):
+        low = 0
+        for width in PLANES[bits]:
+            for start in range(first, first + width):
+                packed = None
+                for shift, code in enumerate(codes[start : first + _VECTORS : width]):
+                    piece = builder.lshr(code, splat(_INT, low, _LANES)) if low else code
+                    if low + width < bits:
+                        piece = builder.and_(piece, splat(_INT, 2**width - 1, _LANES))
+                    piece = builder.shl(piece, splat(_INT, shift * width, _LANES)) if shift else piece
+                    packed = piece if packed is None else builder.or_(packed, piece)
+                memory.store(3, builder.add(offset, offset.type(place)), builder.trunc(packed, _BYTES))
+                place += _LANES
+            low += width
 
 
 def _difference(builder, memory, start, place, flag):
@@ -201,7 +220,7 @@ def _sums_of_squares(builder, unit: _Unit, bottoms, constants: Grid):
     Levels at zero have signed steps. Their sign is multiplied in, which is exact, whether or not the sum is fused with it.
     """
     sign = builder.select(unit.is_negative, splat(_FLOAT, -1.0, _LANES), splat(_FLOAT, 1.0, _LANES))
-    signs = [_lane(builder, sign, 4 * number) for number in range(_ACROSS)]
+    signs = [_lanes(builder, sign, number) for number in range(_ACROSS)]
     folded: list[list[ir.Value]] = [[] for _ in bottoms]
     for index in range(constants.num_candidates):
         sums: list[list[ir.Value]] = [[] for _ in bottoms]
@@ -336,6 +355,11 @@ def _of_each(builder, vector, lanes):
 def _of_both(builder, left, right, lanes):
     order = [lane + shift for shift in (0, _LANES) for lane in lanes]
     return builder.shuffle_vector(left, right, ir.Constant(_INTS, order))
+
+
+def _lanes(builder, vector, number):
+    """The four lanes of a group, which are alike, four times: less work than to take one of them."""
+    return shuffle(builder, vector, [*range(4 * number, 4 * number + 4)] * _ACROSS)
 
 
 def _lane(builder, vector, lane):

@@ -155,7 +155,7 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
         group = np.int64(fixed_group or any_group)
         block = block_of(group)
         num_values = values.size
-        unpacked = np.empty(min(max(block, span), num_values) + PADDING, np.uint8)
+        unpacked = np.empty(min(block, num_values) + PADDING, np.uint8)
         scratch = (np.empty(fixed_group, np.float32), np.empty(fixed_group, np.float32))
         worst, top = np.uint32(0), np.uint32(0)
         scale_at, offset = np.int64(is_relative), is_relative + (num_values + group - 1) // group * scale_nbytes
@@ -172,12 +172,9 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
         if span:
             while done + span <= num_values:  # all were looked at for the top, and are finite
                 encode_fitted(
-                    values, before, after, payload, unpacked, done, np.int64(0), scale_at, lowest_pattern(top),
-                    fixed_group, bits, flags,
-                )  # fmt: skip
-                for at in range(0, span, block):
-                    offset = pack_block(unpacked[at:], block, payload, offset, bits)
-                done, scale_at = done + span, scale_at + at_once
+                    values, before, after, payload, done, scale_at, offset, lowest_pattern(top), fixed_group, bits, flags
+                )
+                done, scale_at, offset = done + span, scale_at + at_once, offset + span * bits // 8
         for block_start in range(done, whole, block):
             for at in range(0, block, group):
                 if is_rotated:
