@@ -85,6 +85,7 @@ def encode_fitted(
             sums = _sums_of_squares(builder, unit, bottoms, constants)
             if number:
                 codes += _write(builder, memory, units[number - 1], *chosen[-1], lowest, bottoms, flag, constants)
+                offset = _pack(builder, memory, codes, offset, num_bits)
             never = splat(_FLOAT, float("inf"), _LANES)
             errors = [builder.select(unit.is_tried, builder.fmul(total, unit.weight), never) for total in sums]
             chosen.append(_best(builder, errors))
@@ -141,23 +142,27 @@ def _write(builder, memory, unit: _Unit, index, is_between, lowest, bottoms, fla
     return codes
 
 
-def _pack(builder, memory, codes, offset, bits) -> None:
-    """All planes of blocks of eight vectors of codes: byte i of one has the codes i, i + width * 16, i + 2 * width * 16, ..."""
-    place = 0
-    for first in range(0, len(codes), _VECTORS):
-        low = 0
+def _pack(builder, memory, codes, offset, bits):
+    """All planes of whole blocks, taken from `codes`; return the offset after them.
+
+    A block is eight vectors. Byte i of a plane has the codes i, i + width * 16, i + 2 * width * 16, ...
+    """
+    while len(codes) >= _VECTORS:
+        block, low = codes[:_VECTORS], 0
+        del codes[:_VECTORS]
         for width in PLANES[bits]:
-            for start in range(first, first + width):
+            for start in range(width):
                 packed = None
-                for shift, code in enumerate(codes[start : first + _VECTORS : width]):
+                for shift, code in enumerate(block[start::width]):
                     piece = builder.lshr(code, splat(_INT, low, _LANES)) if low else code
                     if low + width < bits:
                         piece = builder.and_(piece, splat(_INT, 2**width - 1, _LANES))
                     piece = builder.shl(piece, splat(_INT, shift * width, _LANES)) if shift else piece
                     packed = piece if packed is None else builder.or_(packed, piece)
-                memory.store(3, builder.add(offset, offset.type(place)), builder.trunc(packed, _BYTES))
-                place += _LANES
+                memory.store(3, offset, builder.trunc(packed, _BYTES))
+                offset = builder.add(offset, offset.type(_LANES))
             low += width
+    return offset
 
 
 def _difference(builder, memory, start, place, flag):
