@@ -263,6 +263,12 @@ def _square(builder, exact, sign, bottom, constants: Grid, is_low):
 
     Truncation takes all that lies less than a step below it there anyway.
     """
+    if constants.half == 1:  # two levels: one comparison
+        signed = exact if sign is None else builder.fmul(exact, sign)
+        is_upper = builder.fcmp_ordered(">=", signed, splat(_FLOAT, _least_of_upper(0.5 - bottom), _LANES))
+        levels = (splat(_FLOAT, bottom + shift, _LANES) for shift in (1.0, 0.0))
+        error = builder.fsub(signed, builder.select(is_upper, *levels))
+        return builder.fmul(error, error)
     nearest = splat(_FLOAT, 0.5 - bottom, _LANES)
     position = builder.fadd(exact, nearest) if sign is None else _multiplied_added(builder, exact, sign, nearest)
     codes = _truncated(builder, _held(builder, position, 2 * constants.half - 1, is_low))
@@ -272,6 +278,18 @@ def _square(builder, exact, sign, bottom, constants: Grid, is_low):
     else:
         error = _multiplied_added(builder, builder.fneg(level), sign, exact)
     return builder.fmul(error, error)
+
+
+def _least_of_upper(nearest: float) -> float:
+    """The least float32 whose sum with `nearest`, as float32 has it, is 1 or more; one below 0, or 0."""
+    holds, fails = 0, _bits(2.0)  # bits of its magnitude
+    while fails - holds > 1:
+        middle = (holds + fails) // 2
+        if np.float32(nearest) - np.float32(_float(middle)) >= 1:
+            holds = middle
+        else:
+            fails = middle
+    return -_float(holds)
 
 
 def _held(builder, position, top, is_low):
