@@ -1,4 +1,4 @@
-"""Steps of least error, for a few groups at once and for Numba kernels. Knows the grid, pointers and lanes; not how blocks are cut.
+"""Steps of least error for a few groups at once, for Numba kernels. Knows the grid, blocks of codes, pointers and lanes.
 
 All that is tried stays in registers: first differences, 16 lanes of one group; then what a group has one of, in four lanes for
 each of four groups, a lane for each step tried. Sums of all groups are folded side by side, each in the contract's order.
@@ -26,7 +26,7 @@ from pipecomp.native._vectors import (
     shuffle,
     splat,
 )
-from pipecomp.native.ops import MIN_BLOCK, PLANES, Grid, Layout, grid
+from pipecomp.native.ops import MIN_BLOCK, PLANES, Grid, Layout, Levels, grid
 
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _BYTES, _VECTORS = ir.VectorType(_BYTE, 16), MIN_BLOCK // 16  # of codes, and in a block
@@ -65,20 +65,19 @@ def encode_fitted(
     `group` is a literal. Of two units, each is written when the other's sums are on their way: none waits for a choice.
     """
     flag, length, num_bits = flags.literal_value, group.literal_value, bits.literal_value
-    constants = grid(Layout(num_bits, length, "e4m3", fit="least_error", levels="either" if flag & IS_EITHER else "zero"))
+    levels: Levels = "either" if flag & IS_EITHER else "zero"
+    constants = grid(Layout(num_bits, length, "e4m3", fit="least_error", levels=levels))
     bottoms = [centre - constants.half for centre in ((0.0, 0.5) if flag & IS_EITHER else (0.0,))]
 
     def generate(context, builder, signature, args):
         memory = Memory(context, builder, signature, args)
         _, _, _, _, start, scale_at, offset, lowest, *_ = args
         lowest = broadcast(builder, lowest, _LANES)
-        units = [
-            _prepared(
-                builder, memory, *(builder.add(base, base.type(shift)) for base, shift in (
-                    (start, first * length), (scale_at, first),
-                )), lowest, length, flag, constants,
-            ) for first in range(0, groups_at_once(length), _ACROSS)
-        ]  # fmt: skip
+        units = []
+        for first in range(0, groups_at_once(length), _ACROSS):
+            here = builder.add(start, start.type(first * length))
+            scale_here = builder.add(scale_at, scale_at.type(first))
+            units.append(_prepared(builder, memory, here, scale_here, lowest, length, flag, constants))
         chosen: list[tuple[ir.Value, ir.Value]] = []
         codes: list[ir.Value] = []
         for number, unit in enumerate(units):
@@ -213,7 +212,7 @@ def _tried_steps(builder, first, is_sent, lowest, constants: Grid):
     lower = ir.Constant(_INTS, [index * constants.candidate for index in range(_ACROSS)] * _ACROSS)
     is_one = ir.Constant(ir.VectorType(ir.IntType(1), _LANES), [index < count for index in range(_ACROSS)] * _ACROSS)
     tried = builder.sub(first, lower)
-    smallest = splat(_INT, _bits(constants.smallest), _LANES)
+    smallest = splat(_INT, _bits(float(constants.smallest)), _LANES)
     is_tried = builder.and_(builder.icmp_signed(">=", tried, smallest), _is_counted(builder, tried, lowest))
     is_tried = builder.and_(builder.and_(is_tried, is_sent), is_one)
     return builder.select(is_tried, builder.bitcast(tried, _FLOATS), splat(_FLOAT, 1.0, _LANES)), is_tried
@@ -273,10 +272,7 @@ def _square(builder, exact, sign, bottom, constants: Grid, is_low):
     position = builder.fadd(exact, nearest) if sign is None else _multiplied_added(builder, exact, sign, nearest)
     codes = _truncated(builder, _held(builder, position, 2 * constants.half - 1, is_low))
     level = builder.fadd(codes, splat(_FLOAT, bottom, _LANES))
-    if sign is None:
-        error = builder.fsub(exact, level)
-    else:
-        error = _multiplied_added(builder, builder.fneg(level), sign, exact)
+    error = _multiplied_added(builder, builder.fneg(level), sign, exact) if sign is not None else builder.fsub(exact, level)
     return builder.fmul(error, error)
 
 
@@ -352,17 +348,16 @@ def _across(builder, vectors, operation):
 def _to_lanes(builder, folded):
     """What `_across` made for each step tried, folded to the end, into the lanes of the steps."""
 
-    def fold(left, right, first, second):
-        halves = [
-            builder.shuffle_vector(left, right, ir.Constant(_INTS, [
-                4 * number + lane + shift for number in range(_ACROSS) for shift in (0, _LANES) for lane in lanes
-            ])) for lanes in (first, second)
-        ]  # fmt: skip
-        return builder.fadd(*halves)
+    def fold(left, right, halves):
+        orders = (
+            [4 * number + lane + shift for number in range(_ACROSS) for shift in (0, _LANES) for lane in half]
+            for half in halves
+        )
+        return builder.fadd(*(builder.shuffle_vector(left, right, ir.Constant(_INTS, order)) for order in orders))
 
     steps = [folded[min(index, len(folded) - 1)] for index in range(_ACROSS)]
-    left, right = (fold(*pair, (0, 1), (2, 3)) for pair in (steps[:2], steps[2:]))
-    return fold(left, right, (0, 2), (1, 3))
+    pairs = [fold(left, right, ((0, 1), (2, 3))) for left, right in (steps[:2], steps[2:])]
+    return fold(pairs[0], pairs[1], ((0, 2), (1, 3)))
 
 
 def _all_lanes(builder, vector, operation):

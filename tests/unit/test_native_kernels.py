@@ -49,6 +49,8 @@ CASES = [
     (Layout(1, 16, "e4m3", "nearest", "least_error", "none", "either"), False),
     (Layout(2, 32, "e4m3", "nearest", "least_error", "none", "either"), True),
     (Layout(4, 20, "e4m3", "nearest", "least_error", "none", "either"), True),
+    (Layout(1, 32, "e4m3", "nearest", "least_error", "none", "either"), False),
+    (Layout(3, 64, "e4m3", "nearest", "least_error", "none", "either"), False),
     (Layout(3, 64, "e4m3", "nearest", "least_error", "hadamard", "either"), True),
 ]
 
@@ -98,10 +100,17 @@ def at_the_limits(chance, size):
     return chance.choice(np.array([limits.max, limits.min, limits.tiny, limits.smallest_subnormal, 0.0, 1.0], np.float32), size)
 
 
+def beside_half_steps(chance, size):
+    """Eighths, or the number next to one: where positions round to the next level, and errors are equal."""
+    values = (chance.integers(-16, 17, size) / 8).astype(np.float32)
+    next_one = np.nextafter(values, chance.choice(np.array([-8, 8], np.float32), size))
+    return np.where(chance.random(size) < 0.5, values, next_one)
+
+
 @pytest.mark.parametrize(("layout", "has_message"), CASES, ids=str)
 def test_compiled_kernels_give_the_bits_of_the_plain_ones(layout, has_message):
     chance = np.random.default_rng(layout.bits * layout.group)
-    for make in (ordinary, of_all_magnitudes, of_one_magnitude, mostly_zero, at_the_limits):
+    for make in (ordinary, of_all_magnitudes, of_one_magnitude, mostly_zero, at_the_limits, beside_half_steps):
         for size in SIZES:
             values = make(chance, size)
             message_in = values / 2 + make(chance, size) / 4 if has_message else None
