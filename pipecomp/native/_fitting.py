@@ -33,6 +33,12 @@ _BYTES, _VECTORS = ir.VectorType(_BYTE, 16), MIN_BLOCK // 16  # of codes, and in
 _LANES = 16  # of a vector, and the sums that a squared error is folded from
 _ACROSS = 4  # groups side by side, and steps tried
 _SIGN = 0x80000000
+
+UNKNOWN = -128
+"""Stands for the pattern that scales count from while that is not known: all steps count, and scales are modulo 128."""
+
+UNSENT = 0x81
+"""Then, where levels are either, the scale of a group that is sent as no change: levels at half steps have no sign."""
 _FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
 
 
@@ -47,6 +53,7 @@ class _Unit(NamedTuple):
     start: ir.Value
     scale_at: ir.Value
     differences: list[list[ir.Value]]
+    near: ir.Value
     first: ir.Value
     is_sent: ir.Value
     is_negative: ir.Value
@@ -57,11 +64,13 @@ class _Unit(NamedTuple):
 
 @intrinsic(prefer_literal=True)
 def encode_fitted(
-    typing_context, values, before, after, payload, start, scale_at, offset, lowest, group, bits, flags
+    typing_context, values, before, after, payload, seen, start, scale_at, offset, lowest, group, bits, flags
 ):  # fmt: skip
-    """e4m3 scales, codes and messages of the `groups_at_once(group)` groups at `values[start:]`, all of them finite.
+    """e4m3 scales, codes and messages of the `groups_at_once(group)` groups at `values[start:]`.
 
-    `scale_at`, `offset`: of their scales and of their codes in `payload`. `lowest`: the pattern that scales count from.
+    `scale_at`, `offset`: of their scales and of their codes in `payload`. `lowest`: the pattern that scales count from, or
+    UNKNOWN. `seen`, (16,) uint32, gets the bits of the largest magnitudes; returned are the least upper 12 bits of a step that
+    may be tried. Values that are not finite do no harm but that the outputs are undefined.
     `group` is a literal. Of two units, each is written when the other's sums are on their way: none waits for a choice.
     """
     flag, length, num_bits = flags.literal_value, group.literal_value, bits.literal_value
@@ -71,7 +80,7 @@ def encode_fitted(
 
     def generate(context, builder, signature, args):
         memory = Memory(context, builder, signature, args)
-        _, _, _, _, start, scale_at, offset, lowest, *_ = args
+        _, _, _, _, _, start, scale_at, offset, lowest, *_ = args
         lowest = broadcast(builder, lowest, _LANES)
         units = []
         for first in range(0, groups_at_once(length), _ACROSS):
@@ -90,10 +99,10 @@ def encode_fitted(
             chosen.append(_best(builder, errors))
         codes += _write(builder, memory, units[-1], *chosen[-1], lowest, bottoms, flag, constants)
         _pack(builder, memory, codes, offset, num_bits)
-        return context.get_dummy_value()
+        return _record(builder, memory, units, constants)
 
-    arguments = (values, before, after, payload, start, scale_at, offset, lowest, group, bits, flags)
-    return nb.void(*arguments), generate
+    arguments = (values, before, after, payload, seen, start, scale_at, offset, lowest, group, bits, flags)
+    return nb.int32(*arguments), generate
 
 
 def _prepared(builder, memory, start, scale_at, lowest, length, flag, constants: Grid) -> _Unit:
@@ -101,25 +110,44 @@ def _prepared(builder, memory, start, scale_at, lowest, length, flag, constants:
         [_difference(builder, memory, start, place, flag) for place in range(first, first + length, _LANES)]
         for first in range(0, _ACROSS * length, length)
     ]
-    first, is_sent, is_negative = _first_steps(builder, differences, lowest, constants)
+    near, first, is_sent, is_negative = _first_steps(builder, differences, lowest, constants)
     tried, is_tried = _tried_steps(builder, first, is_sent, lowest, constants)
     inverse = builder.fdiv(splat(_FLOAT, 1.0, _LANES), tried)
     ratio = builder.fmul(tried, _of_each(builder, inverse, (0, 0, 0, 0)))
     weight = builder.fmul(ratio, ratio)
-    return _Unit(start, scale_at, differences, first, is_sent, is_negative, is_tried, inverse, weight)
+    return _Unit(start, scale_at, differences, near, first, is_sent, is_negative, is_tried, inverse, weight)
+
+
+def _record(builder, memory, units, constants: Grid):
+    """Add the largest magnitudes to `seen`; return the least upper bits of a step that may be tried, of a group that is sent."""
+    largest = memory.load(4, ir.Constant(ir.IntType(64), 0), _LANES)
+    least = splat(_INT, 0x7FF, _LANES)
+    below = (constants.num_candidates - 1) * constants.candidate
+    for unit in units:
+        largest = builder.select(builder.icmp_unsigned(">", unit.near, largest), unit.near, largest)
+        lower = builder.ashr(builder.sub(unit.first, splat(_INT, below, _LANES)), splat(_INT, 20, _LANES))
+        is_less = builder.and_(unit.is_sent, builder.icmp_signed("<", lower, least))
+        least = builder.select(is_less, lower, least)
+    memory.store(4, ir.Constant(ir.IntType(64), 0), largest)
+    function = ir.FunctionType(_INT, [_INTS])
+    name = f"llvm.vector.reduce.smin.v{_LANES}i32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), [least])
 
 
 def _write(builder, memory, unit: _Unit, index, is_between, lowest, bottoms, flag, constants: Grid):
     """Scales and messages of the steps chosen; return the codes."""
     none, zero, one = splat(_INT, 0, _LANES), splat(_FLOAT, 0.0, _LANES), splat(_FLOAT, 1.0, _LANES)
     first, is_sent = unit.first, unit.is_sent
+    is_unknown = builder.icmp_signed("==", lowest, splat(_INT, UNKNOWN, _LANES))
+    unsent = builder.select(is_unknown, splat(_INT, UNSENT, _LANES), none)
     chosen = builder.sub(first, builder.mul(index, splat(_INT, constants.candidate, _LANES)))
     has_sign = builder.and_(unit.is_negative, builder.not_(is_between))
     sign = builder.select(has_sign, splat(_INT, _SIGN, _LANES), none)
     pattern = builder.sub(builder.lshr(chosen, splat(_INT, 20, _LANES)), lowest)
+    pattern = builder.and_(pattern, splat(_INT, 0x7F, _LANES))
     pattern = builder.or_(pattern, builder.lshr(sign, splat(_INT, 24, _LANES)))
     pattern = builder.or_(pattern, builder.zext(is_between, _INTS))
-    pattern = shuffle(builder, builder.select(is_sent, pattern, none), range(0, _LANES, _ACROSS))
+    pattern = shuffle(builder, builder.select(is_sent, pattern, unsent), range(0, _LANES, _ACROSS))
     memory.store(3, unit.scale_at, builder.trunc(pattern, ir.VectorType(_BYTE, _ACROSS)))
 
     step = builder.bitcast(builder.or_(chosen, sign), _FLOATS)
@@ -199,7 +227,7 @@ def _first_steps(builder, differences, lowest, constants: Grid):
     first = builder.add(builder.bitcast(step, _INTS), splat(_INT, rest, _LANES))
     first = builder.and_(first, splat(_INT, 0xFFFFFFFF - rest, _LANES))
     is_sent = builder.fcmp_ordered(">=", step, splat(_FLOAT, float(constants.smallest), _LANES))
-    return first, builder.and_(is_sent, _is_counted(builder, first, lowest)), is_negative
+    return builder.bitcast(near, _INTS), first, builder.and_(is_sent, _is_counted(builder, first, lowest)), is_negative
 
 
 def _is_counted(builder, pattern, lowest):
