@@ -143,6 +143,13 @@ def test_any_payload_at_all_is_read_or_refused_alike(data):
     assert not accepted[0] or np.array_equal(outs[0].view(np.uint32), outs[1].view(np.uint32))
 
 
+@pytest.mark.parametrize("scale", ["fp32", "bf16", "fp16", "e4m3"])
+def test_a_nan_that_rounds_to_another_number_is_refused(scale):
+    values = np.array([0x7FFF0001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    for value in values:
+        assert both(np.full(1, value), Layout(4, 100, scale, "nearest", "least_error"), None) == [None, None]
+
+
 def test_norms_are_those_of_numpy():
     chance = np.random.default_rng(3)
     for size in (0, 1, 1000):
