@@ -246,7 +246,7 @@ def _encode_group(
             pattern = np.uint32(pattern | sign)
         step = scale_value(pattern, top, is_fp32, is_fp16, is_e4m3)
         inverse = np.float32(1) / step if step != np.float32(0) else np.float32(0)
-        if is_fitted and pattern > np.uint32(0):
+        if is_fitted and first > np.float32(0):  # the pattern of a NaN may have been rounded to that of -0
             per_first, least = np.float32(1) / first, np.float32(np.inf)
             for index in range(num_tried):
                 is_between = index >= num_candidates

@@ -113,17 +113,17 @@ def quantize(
             message = memory.load(1, here, num_lanes) if flag & HAS_BEFORE else None
             if message is not None:
                 differences = builder.fsub(differences, message)
-            position = builder.fmul(differences, _broadcast(builder, inverse, num_lanes))
+            position = builder.fmul(differences, broadcast(builder, inverse, num_lanes))
             if flag & IS_STOCHASTIC:
-                position = builder.fsub(position, _broadcast(builder, lowest, num_lanes))
+                position = builder.fsub(position, broadcast(builder, lowest, num_lanes))
                 position = builder.fadd(position, _uniform(builder, builder.add(place, offset), seed_low, seed_high, num_lanes))
             else:
                 nearest = builder.fsub(_FLOAT(0.5), lowest)
-                position = builder.fadd(position, _broadcast(builder, nearest, num_lanes))
-            codes = builder.fptosi(_clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
+                position = builder.fadd(position, broadcast(builder, nearest, num_lanes))
+            codes = builder.fptosi(clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
             memory.store(3, builder.add(at, offset), builder.trunc(codes, ir.VectorType(_BYTE, num_lanes)))
             if flag & HAS_AFTER:
-                memory.store(2, here, _reconstruct(builder, codes, lowest, step, message))
+                memory.store(2, here, reconstruct(builder, codes, lowest, step, message))
 
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
@@ -153,11 +153,11 @@ def squared_error(typing_context, values, before, start, length, inverse, centre
             exact = memory.load(0, here, num_lanes)
             if has_before:
                 exact = builder.fsub(exact, memory.load(1, here, num_lanes))
-            exact = builder.fmul(exact, _broadcast(builder, inverse, num_lanes))
-            position = builder.fadd(exact, _broadcast(builder, nearest, num_lanes))
-            codes = builder.fptosi(_clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
+            exact = builder.fmul(exact, broadcast(builder, inverse, num_lanes))
+            position = builder.fadd(exact, broadcast(builder, nearest, num_lanes))
+            codes = builder.fptosi(clamp(builder, position, top), ir.VectorType(_INT, num_lanes))
             level = builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes))
-            level = builder.fadd(level, _broadcast(builder, lowest, num_lanes))
+            level = builder.fadd(level, broadcast(builder, lowest, num_lanes))
             error = builder.fsub(exact, level)
             square = builder.fmul(error, error)
             old = builder.load(sums)
@@ -195,7 +195,7 @@ def dequantize(typing_context, unpacked, before, out, at, start, length, step, c
             codes = memory.load(0, builder.add(at, offset), num_lanes)
             codes = builder.zext(codes, ir.VectorType(_INT, num_lanes))
             message = memory.load(1, here, num_lanes) if has_before else None
-            memory.store(2, here, _reconstruct(builder, codes, lowest, step, message))
+            memory.store(2, here, reconstruct(builder, codes, lowest, step, message))
 
         _for_chunks(builder, length, lanes.literal_value, chunk)
         return context.get_dummy_value()
@@ -313,7 +313,7 @@ def splat(element, constant, num_lanes):
     return ir.Constant(ir.VectorType(element, num_lanes), [constant] * num_lanes)
 
 
-def _clamp(builder, position, top):
+def clamp(builder, position, top):
     """To 0 .. top; a NaN to top."""
     for comparison, bound in ((">", 0.0), ("<", top)):
         limit = splat(_FLOAT, bound, position.type.count)
@@ -327,30 +327,30 @@ def shuffle(builder, vector, lanes):
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
 
-def _broadcast(builder, scalar, num_lanes):
+def broadcast(builder, scalar, num_lanes):
     vector = ir.VectorType(scalar.type, num_lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _INT(0))
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), splat(_INT, 0, num_lanes))
 
 
-def _reconstruct(builder, codes, lowest, step, message):
+def reconstruct(builder, codes, lowest, step, message):
     """Message + (code + lowest) * step, each operation rounded by itself; codes as 32-bit lanes."""
     num_lanes = codes.type.count
-    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), _broadcast(builder, lowest, num_lanes))
-    change = builder.fmul(level, _broadcast(builder, step, num_lanes))
+    level = builder.fadd(builder.sitofp(codes, ir.VectorType(_FLOAT, num_lanes)), broadcast(builder, lowest, num_lanes))
+    change = builder.fmul(level, broadcast(builder, step, num_lanes))
     return change if message is None else builder.fadd(message, change)
 
 
 def _uniform(builder, start, seed_low, seed_high, num_lanes):
     """`reference.uniform` at positions start, start + 1, ..."""
     vector = ir.VectorType(_INT, num_lanes)
-    mixed = _broadcast(builder, builder.trunc(start, _INT), num_lanes)
+    mixed = broadcast(builder, builder.trunc(start, _INT), num_lanes)
     mixed = builder.add(mixed, ir.Constant(vector, list(range(num_lanes))))
     mixed = builder.mul(mixed, splat(_INT, 0x9E3779B1, num_lanes))
-    mixed = builder.xor(mixed, _broadcast(builder, seed_low, num_lanes))
+    mixed = builder.xor(mixed, broadcast(builder, seed_low, num_lanes))
     mixed = builder.xor(mixed, builder.lshr(mixed, splat(_INT, 16, num_lanes)))
     mixed = builder.mul(mixed, splat(_INT, 0x7FEB352D, num_lanes))
-    mixed = builder.xor(mixed, _broadcast(builder, seed_high, num_lanes))
+    mixed = builder.xor(mixed, broadcast(builder, seed_high, num_lanes))
     mixed = builder.xor(mixed, builder.lshr(mixed, splat(_INT, 15, num_lanes)))
     mixed = builder.mul(mixed, splat(_INT, 0x846CA68B, num_lanes))
     mixed = builder.xor(mixed, builder.lshr(mixed, splat(_INT, 16, num_lanes)))

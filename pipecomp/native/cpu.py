@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numba as nb
 import numpy as np
 
-from pipecomp.native import _groups, _rotation, _vectors, ops
+from pipecomp.native import _fitting, _groups, _rotation, _vectors, ops
+from pipecomp.native._fitting import UNKNOWN, UNSENT, encode_fitted, groups_at_once
 from pipecomp.native._groups import (
     PADDING,
     SCALES,
@@ -29,6 +30,7 @@ from pipecomp.native._groups import (
     decode_rotated,
     encode_group,
     encode_rotated,
+    lowest_pattern,
     pack_block,
     top_exponent,
     unpack_block,
@@ -123,7 +125,7 @@ def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmat
 def _sources() -> str:
     """Digest of all that kernels are made of. Numba itself would look at this file alone, and load kernels made of old parts."""
     digest = hashlib.sha256()
-    for module in (ops, _vectors, _rotation, _groups, sys.modules[__name__]):
+    for module in (ops, _vectors, _rotation, _fitting, _groups, sys.modules[__name__]):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
 
@@ -137,6 +139,9 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
     is_relative, is_rotated = scale == "e4m3", rotation != "none"
+    at_once = groups_at_once(fixed_group) if is_relative and fit != "extreme" and not is_rotated else 0
+    span = at_once * fixed_group
+    is_single = span > 0 and levels == "either"
     constants = grid(layout)
     factor, smallest, limit, drop, rounds_up = (
         max(constants.near_factor, constants.far_factor),
@@ -156,15 +161,38 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
         worst, top = np.uint32(0), np.uint32(0)
         scale_at, offset = np.int64(is_relative), is_relative + (num_values + group - 1) // group * scale_nbytes
         whole = num_values - num_values % block
+        done, seen = np.int64(0), np.zeros(16, np.uint32)
+        least = np.empty(num_values // span if is_single else 0, np.int32)
+        if is_single:  # all spans before the top is known: few groups need it
+            for index in range(least.size):
+                least[index] = encode_fitted(
+                    values, before, after, payload, seen, index * span, scale_at + index * at_once,
+                    offset + index * span * bits // 8, np.int32(UNKNOWN), fixed_group, bits, flags,
+                )  # fmt: skip
+            done, worst = np.int64(least.size * span), seen.max()
         if is_relative:
-            for start in range(0, num_values, _STRIDE):
+            for start in range(done, num_values, _STRIDE):
                 above, below = extremes(values, before, start, min(_STRIDE, num_values - start), MAX_LANES, flags)
                 worst = max(worst, above, below & np.uint32(0x7FFFFFFF))
             if worst >= np.uint32(0x7F800000):
                 return False
             top = top_exponent(worst, factor, smallest, limit, drop, rounds_up)
             payload[0] = np.uint8(top)
-        for block_start in range(0, whole, block):
+        if span:
+            lowest = lowest_pattern(top)
+            for index in range(num_values // span):
+                if is_single and least[index] > lowest:
+                    for at in range(scale_at, scale_at + at_once):
+                        place = np.uint32((np.uint32(payload[at]) - np.uint32(lowest)) & np.uint32(0x7F))
+                        place = np.uint32(place | (payload[at] & np.uint32(0x80)))
+                        payload[at] = np.uint8(0 if payload[at] == UNSENT else place)
+                else:
+                    encode_fitted(
+                        values, before, after, payload, seen, index * span, scale_at, offset, lowest, fixed_group, bits, flags
+                    )
+                scale_at, offset = scale_at + at_once, offset + span * bits // 8
+            done = np.int64(num_values // span * span)
+        for block_start in range(done, whole, block):
             for at in range(0, block, group):
                 if is_rotated:
                     largest = encode_rotated(

@@ -49,6 +49,8 @@ CASES = [
     (Layout(1, 16, "e4m3", "nearest", "least_error", "none", "either"), False),
     (Layout(2, 32, "e4m3", "nearest", "least_error", "none", "either"), True),
     (Layout(4, 20, "e4m3", "nearest", "least_error", "none", "either"), True),
+    (Layout(1, 32, "e4m3", "nearest", "least_error", "none", "either"), False),
+    (Layout(3, 64, "e4m3", "nearest", "least_error", "none", "either"), False),
     (Layout(3, 64, "e4m3", "nearest", "least_error", "hadamard", "either"), True),
 ]
 
@@ -98,10 +100,17 @@ def at_the_limits(chance, size):
     return chance.choice(np.array([limits.max, limits.min, limits.tiny, limits.smallest_subnormal, 0.0, 1.0], np.float32), size)
 
 
+def beside_half_steps(chance, size):
+    """Eighths, or the number next to one: where positions round to the next level, and errors are equal."""
+    values = (chance.integers(-16, 17, size) / 8).astype(np.float32)
+    next_one = np.nextafter(values, chance.choice(np.array([-8, 8], np.float32), size))
+    return np.where(chance.random(size) < 0.5, values, next_one)
+
+
 @pytest.mark.parametrize(("layout", "has_message"), CASES, ids=str)
 def test_compiled_kernels_give_the_bits_of_the_plain_ones(layout, has_message):
     chance = np.random.default_rng(layout.bits * layout.group)
-    for make in (ordinary, of_all_magnitudes, of_one_magnitude, mostly_zero, at_the_limits):
+    for make in (ordinary, of_all_magnitudes, of_one_magnitude, mostly_zero, at_the_limits, beside_half_steps):
         for size in SIZES:
             values = make(chance, size)
             message_in = values / 2 + make(chance, size) / 4 if has_message else None
@@ -132,6 +141,13 @@ def test_any_payload_at_all_is_read_or_refused_alike(data):
     accepted = [b.decode(payload, layout, o, message_in) for b, o in zip((reference, cpu), outs, strict=True)]
     assert accepted[0] == accepted[1]
     assert not accepted[0] or np.array_equal(outs[0].view(np.uint32), outs[1].view(np.uint32))
+
+
+@pytest.mark.parametrize("scale", ["fp32", "bf16", "fp16", "e4m3"])
+def test_a_nan_that_rounds_to_another_number_is_refused(scale):
+    values = np.array([0x7FFF0001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    for value in values:
+        assert both(np.full(1, value), Layout(4, 100, scale, "nearest", "least_error"), None) == [None, None]
 
 
 def test_norms_are_those_of_numpy():
