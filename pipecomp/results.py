@@ -35,6 +35,11 @@ def write(path: Path, outcome: Row, *, quiet: bool = False) -> None:
         sys.stdout.write(f"written to {path}\n")
 
 
+def verdicts(bars: Sequence[Row]) -> list[str]:
+    """A line for a person for each bar."""
+    return [f"{'holds' if bar['holds'] else 'FAILS'}  {bar['value']:>8} against {bar['bar']:<5} {bar['name']}" for bar in bars]
+
+
 def machine() -> Row:
     """What figures depend on."""
     cpu = platform.processor()

@@ -69,6 +69,11 @@ class MessageFormat(NamedTuple):
             return raw.view(torch.float32).view(rows, columns)
         return raw.view(torch.bfloat16).view(rows, columns).float()
 
+    def warm_up(self) -> None:
+        """Compile, or load, the kernels that packing and unpacking call."""
+        if self.dtype in _LAYOUTS:
+            ops.warm_up(_LAYOUTS[self.dtype], has_message=False)
+
     def _packed(self, values: torch.Tensor, spec: TensorSpec) -> ByteArray:
         if self.dtype == "fp32":
             return values.numpy().reshape(-1).view(np.uint8)

@@ -129,8 +129,7 @@ def _print(outcome: results.Row, data: list[Data]) -> None:
         part = outcome["rows"][start : start + len(names)]
         cells = "".join(f"{row['c_q']:>7.3f} ({row['times_bound']:.2f})" for row in part)
         lines.append(f"{part[0]['form']:<24}{part[0]['bits']:>5}{part[0]['bits_per_value']:>7.3f}{cells}")
-    lines += [f"{'holds' if b['holds'] else 'FAILS'}  {b['value']:>6} <= {b['bar']}  {b['name']}" for b in outcome["bars"]]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join([*lines, *results.verdicts(outcome["bars"])]) + "\n")
 
 
 if __name__ == "__main__":

@@ -216,10 +216,7 @@ def _print(result: dict[str, Any]) -> None:
         f"{row['values_per_s'] / 1e9:>13.2f}{row['ratio_to_copy']:>12.2f}{row['ratio_to_torch'] or '-':>17}  {_what(row)}"
         for row in result["rows"]
     ]
-    lines += [
-        f"{'holds' if b['holds'] else 'FAILS'}  {b['value']:>6} >= {b['bar']}  {b['name']}" for b in result["bars"]
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join([*lines, *results.verdicts(result["bars"])]) + "\n")
 
 
 def _what(row: dict[str, Any]) -> str:

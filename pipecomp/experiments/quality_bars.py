@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pipecomp import results
 from pipecomp.experiments.quality_cells import (
     ACSGD,
     ACSGD_WHOLE,
@@ -199,7 +200,7 @@ def report(outcome: Row, workloads: Sequence[Workload]) -> str:
         body = table(medians, workload)
         if body:
             lines += ["", f"({workload.key}) {workload.title}", *_aligned([head(medians, workload), *body])]
-    lines += ["", *(_verdict(bar) for bar in outcome["bars"])]
+    lines += ["", *results.verdicts(outcome["bars"])]
     if medians.num_missing:
         lines.append(f"{medians.num_missing} runs have no figures yet; bars that need them are left out")
     return "\n".join(lines)
@@ -223,7 +224,3 @@ def _bits(row: Row) -> str:
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
-def _verdict(bar: Row) -> str:
-    return f"{'holds' if bar['holds'] else 'FAILS'}  {bar['value']:>8} against {bar['bar']:<5} {bar['name']}"

@@ -28,7 +28,6 @@ from coordinator.preparation import PreparedRun, prepare_run
 from coordinator.rates import learning_rate
 from pipecomp import results
 from pipecomp.config import RunConfig, parse_run_config
-from pipecomp.errors import ConfigError
 from pipecomp.runtime.rehearsal import rehearse_codecs
 from pipecomp.runtime.stores import StoreHome
 from pipecomp.testing.local_pipeline import LocalPipeline
@@ -170,15 +169,10 @@ def _count_differences(pipelines: Mapping[str, LocalPipeline]) -> int:
 
 
 def _print(outcome: results.Row) -> None:
-    if not outcome["rows"]:
-        raise ConfigError("nothing was measured")
     lines = ["store    step, median   of memory   read from disk   waited for it   in memory   on disk"]
     lines += [
         f"{row['store']:<9}{row['step_s']:>10.4f} s{row['ratio_to_memory']:>12.3f}{row['disk_reads']:>17}"
         f"{row['wait_s']:>14.3f} s{row['memory_nbytes'] / 1e6:>9.1f} MB{row['disk_nbytes'] / 1e6:>7.1f} MB"
         for row in outcome["rows"]
     ]
-    lines += [
-        f"{'holds' if b['holds'] else 'FAILS'}  {b['value']:>6} <= {b['bar']}  {b['name']}" for b in outcome["bars"]
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join([*lines, *results.verdicts(outcome["bars"])]) + "\n")

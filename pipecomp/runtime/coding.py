@@ -277,8 +277,7 @@ class LinkCoder:
         """Whether the change is smaller than the values, so that coding it is worth while."""
         if values.shape != message.shape or values.dtype != torch.float32:
             return False
-        old = message.numpy().reshape(-1)
-        _, delta, squared = ops.squared_norms(values.numpy().reshape(-1), old, old)
+        delta, _, squared = ops.squared_norms(values.numpy().reshape(-1), None, message.numpy().reshape(-1))
         if math.isfinite(delta) and math.isfinite(squared):
             sums.add_change(delta, squared)
         return delta < squared  # NaN and infinity are not near

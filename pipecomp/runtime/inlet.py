@@ -71,6 +71,7 @@ class Inlet(NamedTuple):
             outcome = await self.threads.run(decode_or_check)
             if isinstance(outcome, torch.Tensor):
                 return outcome
+            self._tell(step, outcome)
             # The answer needs the credit that this message holds: give it back first.
             buffers = tuple(memoryview(bytes(b)) for b in buffers)
             self.inbox.link.taken(received)
@@ -87,9 +88,21 @@ class Inlet(NamedTuple):
             if not is_taken:
                 self.inbox.link.taken(received)
 
+    def _tell(self, step: int, checked: CheckedMicrobatch) -> None:
+        """One line a microbatch: a store that is gone would fill the log with its samples."""
+        sample_id, reason = next(iter(checked.missing.items()))
+        _log.warning(
+            "link %s, step %d: asking for %d messages of %d samples that have one; the first is sample %016x: %s",
+            self.inbox.link.name,
+            step,
+            len(checked.missing),
+            len(checked.missing) + len(checked.messages),
+            sample_id,
+            reason,
+        )
+
     async def _heal(self, step: int, microbatch: int, header: SampleHeader, reason: str) -> tuple[int, SampleMessage]:
         link, sample_id = self.inbox.link, header.sample_id
-        _log.warning("link %s, sample %016x: %s; asking for it", link.name, sample_id, reason)
         request = Resend(
             sequence=0, step=step, microbatch=microbatch, kind=self.expected.kind, sample_id=sample_id, reason=reason
         )

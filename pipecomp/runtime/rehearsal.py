@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipecomp import registry
+from pipecomp.buffers.formats import MessageFormat
 from pipecomp.codecs.base import Codec
 from pipecomp.config import RunConfig
 from pipecomp.errors import ConfigError
@@ -47,6 +48,7 @@ def rehearse_codecs(config: RunConfig, num_columns: int) -> None:
     """Compile, or load, every kernel that the run will call on samples of `num_columns` features."""
     for kind in CODED_KINDS:
         make_codec(config, kind).warm_up(num_columns)
+    MessageFormat(config.messages.dtype).warm_up()
     values = np.ones(num_columns, np.float32)
     for message in (None, values):
         ops.squared_norms(values, message, values)
