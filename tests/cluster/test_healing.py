@@ -8,38 +8,15 @@ import pytest
 import torch
 
 from pipecomp.buffers.base import MessageBuffer
-from pipecomp.config import parse_run_config
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.pipeline import StepRefused
-from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample
+from pipecomp.testing.local_pipeline import LocalPipeline
+from pipecomp.testing.tiny_runs import MODEL, NUM_SAMPLES, WIDTH, tiny_batch, tiny_run
 from pipecomp.types import SampleId, StageIndex
-
-MODEL = {
-    "model_type": "gpt2", "vocab_size": 48, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "bos_token_id": 0,
-    "eos_token_id": 0, "tie_word_embeddings": False,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
-NUM_SAMPLES = 6
 
 
 def pipeline(**cluster: Any) -> LocalPipeline:
-    tree = {
-        "model": {"config": MODEL, "weights": "random"},
-        "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": 12},
-        "train": {"batch_size": NUM_SAMPLES, "num_microbatches": 3},
-        "compression": {"forward": {"codec": "delta", "bits": 4}},
-        "cluster": cluster,
-    }
-    return LocalPipeline(parse_run_config(tree), MODEL, num_ranks=2)
-
-
-def batch() -> list[list[LocalSample]]:
-    chance = torch.Generator().manual_seed(1)
-    samples = []
-    for sample in range(NUM_SAMPLES):
-        ids = torch.randint(0, 48, (5 + sample,), generator=chance).tolist()
-        samples.append(LocalSample(sample, ids, ids))
-    return [samples[i : i + 2] for i in range(0, NUM_SAMPLES, 2)]
+    return LocalPipeline(tiny_run(cluster=cluster), MODEL, num_ranks=2)
 
 
 def coders(two: LocalPipeline) -> tuple[LinkCoder, LinkCoder]:
@@ -61,13 +38,13 @@ def lose(buffer: MessageBuffer, samples: range) -> None:
 
 
 def replace(buffer: MessageBuffer, sample: int, rows: int) -> None:
-    buffer.stage(10**9, SampleId(sample), torch.ones(rows, MODEL["n_embd"]))  # type: ignore[arg-type]
+    buffer.stage(10**9, SampleId(sample), torch.ones(rows, WIDTH))
     buffer.commit(10**9)
 
 
 async def train(two: LocalPipeline, num_steps: int) -> None:
     for _ in range(num_steps):
-        await two.step(batch(), learning_rate=1e-3)
+        await two.step(tiny_batch(), learning_rate=1e-3)
 
 
 def agree(two: LocalPipeline) -> bool:

@@ -9,46 +9,25 @@ import msgspec
 import pytest
 import torch
 
-from pipecomp.config import parse_run_config
 from pipecomp.errors import CodecError, RemoteProtocolError
 from pipecomp.protocol.messages import Resend, Resent, SampleRef
 from pipecomp.runtime.coding import EncodedMicrobatch, LinkCoder
 from pipecomp.runtime.link import Link
 from pipecomp.runtime.pipeline import StepRefused
-from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample
+from pipecomp.testing.local_pipeline import LocalPipeline
+from pipecomp.testing.tiny_runs import MODEL, tiny_batch, tiny_run
 from pipecomp.types import Kind, SampleId, StageIndex
 
-MODEL = {
-    "model_type": "gpt2", "vocab_size": 48, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "bos_token_id": 0,
-    "eos_token_id": 0, "tie_word_embeddings": False,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
-NUM_SAMPLES = 6
 LINK = "0/0-1"
 
 
 def pipeline() -> LocalPipeline:
-    tree = {
-        "model": {"config": MODEL, "weights": "random"},
-        "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": 12},
-        "train": {"batch_size": NUM_SAMPLES, "num_microbatches": 3},
-        "compression": {"forward": {"codec": "delta", "bits": 4}, "backward": {"codec": "uniform", "bits": 8}},
-    }
-    return LocalPipeline(parse_run_config(tree), MODEL, num_ranks=2)
-
-
-def batch() -> list[list[LocalSample]]:
-    chance = torch.Generator().manual_seed(1)
-    samples = []
-    for sample in range(NUM_SAMPLES):
-        ids = torch.randint(0, 48, (5 + sample,), generator=chance).tolist()
-        samples.append(LocalSample(sample, ids, ids))
-    return [samples[i : i + 2] for i in range(0, NUM_SAMPLES, 2)]
+    return LocalPipeline(tiny_run(), MODEL, num_ranks=2)
 
 
 async def train(two: LocalPipeline, num_steps: int) -> None:
     for _ in range(num_steps):
-        await two.step(batch(), learning_rate=1e-3)
+        await two.step(tiny_batch(), learning_rate=1e-3)
 
 
 def link(two: LocalPipeline, rank: int) -> Link:

@@ -9,33 +9,21 @@ from typing import Any
 import pytest
 
 from pipecomp.buffers.disk import DiskBuffer
-from pipecomp.config import parse_run_config
 from pipecomp.errors import StoreError
 from pipecomp.runtime import assembly
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
-from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample
+from pipecomp.testing.local_pipeline import LocalPipeline
+from pipecomp.testing.tiny_runs import MODEL, tiny_batch, tiny_run
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
 from pipecomp.types import StageIndex
 from workers.job import AssignedWork
 from workers.service import WorkerOptions, WorkerService
 
-MODEL = {
-    "model_type": "gpt2", "vocab_size": 48, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "bos_token_id": 0,
-    "eos_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
-
 
 def pipeline() -> LocalPipeline:
-    tree = {
-        "model": {"config": MODEL, "weights": "random"},
-        "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": 12},
-        "train": {"batch_size": 3, "num_microbatches": 3},
-        "compression": {"forward": {"codec": "delta", "bits": 4}},
-        "messages": {"store": "disk"},
-    }
-    return LocalPipeline(parse_run_config(tree), MODEL, num_ranks=3)
+    return LocalPipeline(tiny_run(messages={"store": "disk"}), MODEL, num_ranks=3)
 
 
 def stores_in(folder: Path) -> list[str]:
@@ -64,7 +52,7 @@ async def test_a_store_that_cannot_be_opened_leaves_no_folder_of_those_before_it
 
 async def test_a_store_that_cannot_be_closed_keeps_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pipeline() as three:
-        await three.step([[LocalSample(i, [1, 2, 3 + i], [1, 2, 3 + i])] for i in range(3)], learning_rate=1e-3)
+        await three.step(tiny_batch(), learning_rate=1e-3)
         middle = three.ranks[1].stages[StageIndex(1)]
         assert middle.forward_in is not None
         assert middle.forward_out is not None

@@ -9,45 +9,25 @@ import pytest
 import torch
 
 from pipecomp.buffers.formats import MessageDtype, MessageFormat
-from pipecomp.config import parse_run_config
 from pipecomp.errors import StoreError
 from pipecomp.experiments import store as bench_store
 from pipecomp.runtime.stores import StoreHome
-from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample
+from pipecomp.testing.local_pipeline import LocalPipeline
+from pipecomp.testing.tiny_runs import MODEL, NUM_SAMPLES, WIDTH, tiny_batch, tiny_run
 from pipecomp.types import TensorSpec
 
-WIDTH, ROWS, NUM_SAMPLES = 32, 8, 12
-MODEL = {
-    "model_type": "gpt2", "vocab_size": 48, "n_positions": 16, "n_embd": WIDTH, "n_layer": 4, "n_head": 2,
-    "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+ROWS = 8
 MESSAGE_NBYTES = 4 * WIDTH * ROWS
 
 
 def pipeline(home: StoreHome = StoreHome(), **messages: Any) -> LocalPipeline:  # noqa: B008
-    tree = {
-        "model": {"config": MODEL, "weights": "random"},
-        "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": ROWS},
-        "train": {"batch_size": 6, "num_microbatches": 3},
-        "compression": {"forward": {"codec": "delta", "bits": 3}},
-        "messages": messages,
-    }
-    return LocalPipeline(parse_run_config(tree), MODEL, num_ranks=3, home=home)
-
-
-def batch(first: int) -> list[list[LocalSample]]:
-    samples = []
-    for sample in range(first, first + 6):
-        ids = torch.randint(0, 48, (ROWS,), generator=torch.Generator().manual_seed(sample)).tolist()
-        samples.append(LocalSample(sample, ids, ids))
-    return [samples[i : i + 2] for i in range(0, 6, 2)]
+    return LocalPipeline(tiny_run(messages=messages), MODEL, num_ranks=3, home=home)
 
 
 async def train(three: LocalPipeline, num_epochs: int = 3) -> None:
     for epoch in range(num_epochs):
         for first in (0, 6):
-            await three.step(batch(first), learning_rate=1e-3, abort=(epoch, first) == (1, 6))
+            await three.step(tiny_batch(first, num_rows=ROWS), learning_rate=1e-3, abort=(epoch, first) == (1, 6))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
@@ -73,7 +53,7 @@ async def test_a_coarser_message_is_coarse_at_both_ends_and_smaller() -> None:
             await train(three, 2)
             assert all(sender == receiver for sender, receiver in three.digests())
             nbytes[dtype] = three.ranks[0].message_nbytes
-    assert nbytes["fp32"] == NUM_SAMPLES * MESSAGE_NBYTES
+    assert nbytes["fp32"] == 2 * NUM_SAMPLES * MESSAGE_NBYTES
     assert nbytes["bf16"] == nbytes["fp32"] // 2
     assert nbytes["int8"] == nbytes["fp32"] * (8 + 16 / 64) / 32
     assert nbytes["int4"] == nbytes["fp32"] * (4 + 16 / 64) / 32
@@ -97,7 +77,7 @@ async def test_a_kept_folder_opens_again_and_another_run_is_refused(tmp_path: Pa
     async with pipeline(home, store="disk") as second:
         assert second.digests() == before
         second.ranks[0].take_meters()
-        await second.step(batch(0), learning_rate=1e-3)
+        await second.step(tiny_batch(num_rows=ROWS), learning_rate=1e-3)
         meters = [meter for meter in second.ranks[0].take_meters() if meter.kind == "forward"]
         assert sum(meter.first_visits for meter in meters) == 0
         assert all(sender == receiver for sender, receiver in second.digests())
