@@ -89,7 +89,7 @@ CASES = (
     *(Case("delta", bits, form) for bits in (3, 4) for form in FEW),
     *(Case("first visit", bits, "groups of 32, e4m3") for bits in (3, 4, 5)),
     *(Case("first visit", 4, form) for form in FEW if form != "groups of 32, e4m3"),
-    *(Case("direct", bits, form) for bits in (4, 6) for form in FEW),
+    *(Case("direct", bits, form) for bits in (1, 4, 5, 6, 7, 8) for form in FEW),
     *(Case("backward", 2, form) for form in FEW),
 )
 
@@ -114,14 +114,13 @@ def run(
     plain = known[WITHOUT]["losses"] if WITHOUT in known else [
         asyncio.run(_train({"forward": PLAIN, "backward": PLAIN}, train, held, seed=seed, epochs=epochs)) for seed in seeds
     ]  # fmt: skip
-    rows: list[results.Row] = [{"place": "none", "form": "fp32", "bits_per_value": 32.0, "losses": plain, "above_fp32": 0.0}]
+    rows = {**known, WITHOUT: {"place": "none", "form": "fp32", "bits_per_value": 32.0, "losses": plain, "above_fp32": 0.0}}
     for case in cases:
         if case in known:
-            rows.append(known[case])
             continue
         losses = [asyncio.run(_train(case.compression(), train, held, seed=seed, epochs=epochs)) for seed in seeds]
         above = [loss - other for loss, other in zip(losses, plain, strict=True)]
-        row = {
+        row = rows[case] = {
             "place": case.place,
             "bits": case.bits,
             "form": case.form,
@@ -130,15 +129,33 @@ def run(
             "above_fp32": round(statistics.mean(above), 4),
             "spread": round(statistics.stdev(above), 4) if len(above) > 1 else 0.0,
         }
-        rows.append(row)
         sys.stdout.write(
             f"{case.place:<12}{row['bits_per_value']:>6.2f}  {case.form:<44}{row['above_fp32']:+.4f} ± {row['spread']:.4f}\n"
         )
         sys.stdout.flush()
-        results.write(path, results.result(COMMAND, rows, []))
-    outcome = results.result(COMMAND, rows, [])
+        results.write(path, _outcome(rows, cases), quiet=True)
+    outcome = _outcome(rows, cases)
     results.write(path, outcome)
     return outcome
+
+
+def losses_table(outcome: results.Row) -> list[str]:
+    """Markdown, one row a case, by place, bits and loss."""
+    places = list(dict.fromkeys(case.place for case in CASES))
+    tried = [row for row in outcome["rows"] if row["place"] in places]
+    tried.sort(key=lambda row: (places.index(row["place"]), row["bits"], row["bits_per_value"], row["above_fp32"]))
+    lines = ["| where | bits | quantizer | R | above fp32 |", "| --- | --- | --- | --- | --- |"]
+    return lines + [
+        f"| {row['place']} | {row['bits']} | {row['form']} | {row['bits_per_value']:.2f} | "
+        f"{row['above_fp32']:+.4f} ± {row['spread']:.4f} |"
+        for row in tried
+    ]
+
+
+def _outcome(rows: Mapping[Case, results.Row], cases: Sequence[Case]) -> results.Row:
+    """In the order of the cases; what the file had besides stays."""
+    order = dict.fromkeys([WITHOUT, *cases, *rows])
+    return results.result(COMMAND, [rows[case] for case in order if case in rows], [])
 
 
 async def _train(
@@ -192,4 +209,5 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--resume", action="store_true", help="run only what the result lacks")
     chosen = parser.parse_args()
-    run(path=chosen.json, seeds=range(chosen.seeds), epochs=chosen.epochs, resume=chosen.resume)
+    tried = run(path=chosen.json, seeds=range(chosen.seeds), epochs=chosen.epochs, resume=chosen.resume)
+    sys.stdout.write("\n".join(losses_table(tried)) + "\n")

@@ -82,3 +82,4 @@ def test_a_quantizer_is_tried_with_the_same_seeds_as_none(tmp_path: Path, monkey
     assert tried["bits_per_value"] == pytest.approx(2.25, abs=0.01)
     monkeypatch.setattr(quantizers, "_train", None)  # what is there is not run again
     assert quantizers.run(path=path, cases=[case], seeds=(0, 1), epochs=2, resume=True)["rows"] == outcome["rows"]
+    assert quantizers.run(path=path, cases=[], seeds=(0, 1), epochs=2, resume=True)["rows"] == outcome["rows"]  # nor lost
