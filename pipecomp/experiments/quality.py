@@ -185,7 +185,8 @@ async def _train_all(orders: Sequence[Order], num_jobs: int, table: _Table) -> l
     async with asyncio.TaskGroup() as group:
         for _ in range(num_jobs):
             group.create_task(work())
-    return failures
+    place = {order.cell: index for index, order in enumerate(orders)}
+    return sorted(failures, key=lambda failure: place[failure.cell])  # runs beside each other fail in any order
 
 
 async def _train_one(order: Order) -> Row | Failure:

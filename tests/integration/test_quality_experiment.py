@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,22 @@ def test_a_run_that_fails_is_told_with_its_error_and_the_others_go_on(
         quality.run(path=path, workloads=[broken, whole], jobs=2)
     assert list(figures(path)) == list(cells(whole))
     assert "FAILED  (b) fp32 1 epoch, seed 0: exit code 1\n" in capsys.readouterr().out
+
+
+def test_runs_that_fail_are_told_in_the_order_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last_has_failed = asyncio.Event()
+    workload = tiny()._replace(bits=())
+    first, last = cells(workload)
+
+    async def fail(order: quality.Order) -> quality.Failure:
+        if order.cell == first:
+            await last_has_failed.wait()
+        last_has_failed.set()
+        return quality.Failure(order.cell, "exit code 1")
+
+    monkeypatch.setattr(quality, "_train_one", fail)
+    with pytest.raises(PipecompError, match=re.escape(f"{first}: exit code 1\n{last}: exit code 1")):
+        quality.run(path=tmp_path / "quality.json", workloads=[workload], jobs=2)
 
 
 def test_ctrl_c_ends_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
