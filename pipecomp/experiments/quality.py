@@ -85,6 +85,8 @@ def run(
     _say(f"{len(orders)} runs, {len(orders) - len(missing)} of them there already; {num_jobs} at a time")
     failures = asyncio.run(_train_all(missing, num_jobs, table)) if missing else []
     outcome = table.result()
+    if json and path.exists() and _stored(path)["bars"] != outcome["bars"]:
+        results.write(path, outcome, quiet=True)  # all runs were there, but what is asked of them has changed
     _say(quality_bars.report(outcome, workloads))
     if failures:
         told = "".join(f"\n{failure.cell}: {failure.reason}" for failure in failures)
@@ -130,7 +132,7 @@ class _Table:
         self._order = {cell: index for index, cell in enumerate(cell for workload in workloads for cell in cells(workload))}
         wanted = {order.cell: order.settings for order in orders}
         chosen = {order.cell.workload for order in orders}
-        for row in [] if path is None else _stored_rows(path):
+        for row in [] if path is None or not path.exists() else _stored(path)["rows"]:
             cell = Cell(*(row[field] for field in Cell._fields))
             if cell in self._order and (cell.workload not in chosen or wanted.get(cell) == row["settings"]):
                 self.rows[cell] = row
@@ -150,14 +152,12 @@ class _Table:
         return results.result(COMMAND, rows, quality_bars.bars(rows, self._workloads))
 
 
-def _stored_rows(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
+def _stored(path: Path) -> Row:
     try:
-        rows: list[Row] = json_text.loads(path.read_text(encoding="utf-8"))["rows"]
+        stored: Row = json_text.loads(path.read_text(encoding="utf-8"))
+        return {"rows": stored["rows"], "bars": stored["bars"]}
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} is not a result of {COMMAND} ({e}): move it away, or get it back as it was") from e
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------- processes

@@ -56,10 +56,6 @@ class Medians:
         }
         self.num_missing = sum(cell not in there for members in wanted.values() for cell in members)
 
-    def loss(self, group: Group) -> float | None:
-        """Median held-out loss."""
-        return self.median(group, lambda row: row["held_out_loss"])
-
     def nbytes(self, group: Group) -> float | None:
         """Median of all bytes that a run has sent, headers and evaluation included."""
         return self.median(group, sent_nbytes)
@@ -69,22 +65,30 @@ class Medians:
         return None if rows is None else statistics.median(of(row) for row in rows)
 
     def excess(self, group: Group) -> float | None:
-        """By how many percent a group's loss is above that of fp32."""
-        own, fp32 = self.loss(group), self.loss(group._replace(method=FP32, bits=""))
-        return None if own is None or fp32 is None else 100 * (own / fp32 - 1)
+        """By how many percent a group's loss is above that of fp32 with the same seed, as median over seeds.
+
+        Seeds differ in what is held out, and so in loss, by more than methods do: runs of two seeds say nothing of each other.
+        """
+        own, fp32 = self._losses(group, group.method), self._losses(group, FP32)
+        if own is None or fp32 is None:
+            return None
+        return statistics.median(100 * (own[seed] / fp32[seed] - 1) for seed in own)
 
     def gap(self, group: Group, above: str, below: str) -> float | None:
-        """How far the loss of method `above` is over that of `below`, as a part of direct quantization's distance to fp32.
+        """How far the loss of method `above` is over that of `below`, as a part of direct quantization's distance to fp32, seed by
+        seed; the median over seeds.
 
-        None where a run is missing or where direct quantization is no worse than fp32.
+        None where a run is missing or where direct quantization is no worse than fp32 with one of the seeds.
         """
-        losses = {}
-        for method in (FP32, DIRECT, above, below):
-            losses[method] = self.loss(group._replace(method=method, bits="" if method == FP32 else group.bits))
-        fp32, direct, high, low = (losses[method] for method in (FP32, DIRECT, above, below))
-        if fp32 is None or direct is None or high is None or low is None or direct <= fp32:
+        fp32, direct, high, low = (self._losses(group, method) for method in (FP32, DIRECT, above, below))
+        if fp32 is None or direct is None or high is None or low is None or any(direct[seed] <= fp32[seed] for seed in fp32):
             return None
-        return (high - low) / (direct - fp32)
+        return statistics.median((high[seed] - low[seed]) / (direct[seed] - fp32[seed]) for seed in fp32)
+
+    def _losses(self, group: Group, method: str) -> dict[int, float] | None:
+        """Held-out loss by seed of another method on the same."""
+        rows = self.groups.get(group._replace(method=method, bits="" if method == FP32 else group.bits))
+        return None if rows is None else {row["seed"]: row["held_out_loss"] for row in rows}
 
     def ratio(self, group: Group) -> float | None:
         """How many times more fp32 sends."""

@@ -244,6 +244,20 @@ def test_ctrl_c_ends_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         quality.run(path=tmp_path / "quality.json", workloads=[tiny()._replace(bits=())], jobs=1)
 
 
+def test_bars_that_have_changed_are_written_though_no_run_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, path, workload = Trained(monkeypatch), tmp_path / "quality.json", tiny()._replace(bits=())
+    quality.run(path=path, workloads=[workload], jobs=1)
+    written = path.read_text()
+    num_trained = len(trained.cells)
+    quality.run(path=path, workloads=[workload], jobs=1)
+    assert path.read_text() == written
+    bar = {"name": "new", "value": 1, "bar": 2, "holds": True}
+    monkeypatch.setattr(quality.quality_bars, "bars", lambda *_: [bar])
+    quality.run(path=path, workloads=[workload], jobs=1)
+    assert json.loads(path.read_text())["bars"] == [bar]
+    assert len(trained.cells) == num_trained
+
+
 def test_a_workload_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--only z: there is no such workload; there are: a, b"):
         quality.run(only="z", workloads=[tiny(), tiny(key="b")], path=tmp_path / "quality.json")

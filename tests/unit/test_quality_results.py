@@ -97,6 +97,17 @@ def test_medians_are_over_seeds() -> None:
     assert found[0] == 10.0
 
 
+def test_a_seed_is_compared_with_itself() -> None:
+    """Losses of seeds are far apart; medians of two methods may be of two seeds, and their difference of nothing."""
+    made = rows(A)
+    wanted = {"fp32": (4.0, 5.0, 6.0), "direct": (6.0, 9.0, 6.5), "acsgd": (4.2, 6.0, 6.4), "acsgd-whole": (4.0, 5.0, 6.0)}
+    for each in made:
+        if each["epochs"] == 3 and each["bits"] in ("", "fw2bw4") and each["method"] in wanted:
+            each["held_out_loss"] = wanted[each["method"]][each["seed"]]
+    name = "(a), 3 epochs, fw2bw4: part of direct quantization's loss that is won back"
+    assert bar(name, made) == (0.75, 0.75, True)  # of 0.9, 0.75, 0.2
+
+
 def test_a_bar_waits_for_all_of_its_runs() -> None:
     made = [each for each in rows(A) if not (each["method"] == "direct" and each["seed"] == 2 and each["epochs"] == 3)]
     names = [each["name"] for each in quality_bars.bars(made, [A])]
@@ -139,9 +150,9 @@ def test_every_workload_can_be_configured_and_methods_differ_in_compression_only
             assert cost(workload, cell) > 0
 
 
-def test_the_small_gpt2_is_trained_for_220_epochs() -> None:
+def test_the_small_gpt2_is_trained_for_420_epochs() -> None:
     (a,) = [workload for workload in WORKLOADS if workload.key == "a"]
-    assert sum(cell.epochs for cell in cells(a)) == 220
+    assert sum(cell.epochs for cell in cells(a)) == 420
 
 
 def test_runs_are_ordered_by_epochs_and_none_comes_twice() -> None:
