@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
-import importlib.util
 import json
 import math
 import os
@@ -31,26 +29,7 @@ from typing import NamedTuple, NoReturn
 from pipecomp.config import RunConfig
 from pipecomp.errors import PipecompError, WorkerFailed
 
-PRELOADED = (
-    "torch",
-    "transformers",
-    "transformers.masking_utils",
-    "transformers.loss.loss_utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "safetensors.torch",
-    "tokenizers",
-    "zmq.asyncio",
-    "uvloop",
-    "pipecomp.native.ops",
-    "pipecomp.transport.zeromq",
-    "pipecomp.models._sources",
-    "pipecomp.runtime.assembly",
-    "coordinator.process",
-    "workers.service",
-)
-"""What the children import anyway. Only imported: no operation, context or thread may exist before a fork."""
-
+_APPS = ("coordinator.process", "workers.service")
 COORDINATOR = "coordinator"
 _REHEARSED_COLUMNS = 64
 LEAVE_S = 2.0
@@ -82,9 +61,9 @@ def preload(config: RunConfig) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     model_type = (config.model.config or {}).get("model_type")
     family = [f"transformers.models.{model_type}.modeling_{model_type}"] if model_type else []
-    for name in (*PRELOADED, *family):
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:  # uvloop is not there on every system
-            importlib.import_module(name)
+    from pipecomp.runtime.preloading import import_all
+
+    import_all(*family, *_APPS)
     from pipecomp.runtime.rehearsal import rehearse_codecs
 
     rehearse_codecs(config, _REHEARSED_COLUMNS)  # kernels are compiled, or loaded, once for all; no thread is started

@@ -32,6 +32,7 @@ from pipecomp.protocol import messages as m
 from pipecomp.protocol import wire
 from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session
 from pipecomp.runtime.memory import peak_memory_nbytes
+from pipecomp.runtime.preloading import import_all
 from pipecomp.runtime.stores import StoreHome
 from pipecomp.transport.base import Address, Connection, Transport
 from workers import events as e
@@ -370,6 +371,7 @@ async def _run(options: WorkerOptions) -> e.Finish:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.leave, f"{options.name} was stopped by {number.name}")
+    import_all()  # from here on nothing holds the loop for long, and heartbeats are on time
     finish = await service.run()
     if options.is_launched and service.state.phase is Phase.STOPPED:  # the coordinator has said it
         return msgspec.structs.replace(finish, reason="")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,3 +61,22 @@ async def test_a_neighbour_that_cannot_be_dialled_is_named_with_what_to_change()
     hub: Any = SimpleNamespace(dial=refuse)
     with pytest.raises(PeerLost, match=r"cannot dial w1 at 127.0.0.1:35859 \(connection refused\). Start w1 with --advertise"):
         await connect(hub, assignment, timeout_s=1.0)
+
+
+LISTS_MODULES = """
+import sys
+from workers import events, service
+
+async def joins(self):
+    print({name for name in ("torch", "transformers", "zmq", "pipecomp.runtime.assembly") if name not in sys.modules})
+    return events.Finish(exit_code=0, reason="")
+
+service.WorkerService.run = joins
+service.run_worker(service.WorkerOptions(coordinator="127.0.0.1:1", name="w"))
+"""
+
+
+def test_a_worker_has_imported_all_that_is_slow_before_it_joins() -> None:
+    """Imports hold the interpreter, and heartbeats with it."""
+    done = subprocess.run([sys.executable, "-c", LISTS_MODULES], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout == "set()\n"
