@@ -193,6 +193,18 @@ def quality(
 
 
 @bench.command()
+def peer(
+    json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False,
+    rates: Annotated[str | None, typer.Option(metavar="RATE,RATE", help="Such as unshaped,100mbit; all when left out.")] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Turns of each system at each rate.")] = 5,
+) -> None:
+    """A step over slow links against torch.distributed.pipelining's, on hosts that are network namespaces. Needs root."""
+    from pipecomp.experiments import peer as experiment
+
+    experiment.run(json=json, rates=tuple(rates.split(",")) if rates else experiment.RATES, rounds=rounds)
+
+
+@bench.command()
 def errors(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
     """Relative error of each quantizer at 1 to 8 bits, on made and on recorded data."""
     from pipecomp.codecs import bench_errors

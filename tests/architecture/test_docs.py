@@ -23,6 +23,7 @@ SECTIONS = [field.name for field in msgspec.structs.fields(RunConfig)]
 COMMANDS = [
     *("launch RUN.toml", "coordinator RUN.toml", "worker"),
     *("bench kernels", "bench convergence", "bench plots", "bench quality", "bench store", "bench errors"),
+    "bench peer",
 ]
 NO_DEFAULT = "–"
 
