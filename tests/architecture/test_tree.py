@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +31,8 @@ FOREIGN_PLACES = re.compile(
     re.VERBOSE,
 )
 
+LARGEST_NBYTES = 2**19
+
 VAGUE_NAMES = re.compile(r"^class \w*(Manager|Helper|Utils?|Handler|Info)\b", re.MULTILINE)
 
 
@@ -49,6 +52,15 @@ def test_nothing_reads_or_writes_what_can_run_as_code(python_files: list[Path]) 
 
 def test_no_file_names_a_place_that_only_one_machine_has(text_files: dict[Path, str]) -> None:
     assert found(FOREIGN_PLACES, text_files) == []
+
+
+def test_no_file_is_larger_than_a_text_that_ships(root: Path) -> None:
+    """What a run or a benchmark has left behind would be fetched by everyone for ever."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git repository")
+    paths = [root / name for name in listed.stdout.split("\0") if name]
+    assert [str(path) for path in paths if path.exists() and path.stat().st_size > LARGEST_NBYTES] == []
 
 
 def test_no_class_or_module_has_a_name_that_says_nothing(shipped_modules: list[Path]) -> None:
