@@ -198,6 +198,7 @@ def run_sections(folder: Path) -> dict[str, Any]:
                 "model_type": "gpt2", "vocab_size": SIZES.vocab_size, "n_positions": SIZES.length, "n_embd": SIZES.width,
                 "n_layer": WORLD_SIZE * SIZES.layers_per_stage, "n_head": SIZES.num_heads, "resid_pdrop": 0.0,
                 "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
+                "activation_function": "gelu_pytorch_tanh",
             },
             "weights": "random",
         },
