@@ -75,8 +75,8 @@ class Medians:
         return statistics.median(100 * (own[seed] / fp32[seed] - 1) for seed in own)
 
     def gap(self, group: Group, above: str, below: str) -> float | None:
-        """How far the loss of method `above` is over that of `below`, as a part of direct quantization's distance to fp32, seed by
-        seed; the median over seeds.
+        """How far the loss of method `above` is over that of `below`, as a part of direct quantization's distance to fp32,
+        seed by seed; the median over seeds.
 
         None where a run is missing or where direct quantization is no worse than fp32 with one of the seeds.
         """
