@@ -121,7 +121,8 @@ class AssignedWork:
     async def load(self, assignment: m.Assignment, weights_address: Address) -> e.Event:
         """Build the shards, fetch their weights, open every link."""
         from pipecomp.models import model_from_config
-        from pipecomp.runtime.assembly import Engine, PipelineMaker, build_modules, connect, own_stages
+        from pipecomp.runtime.assembly import PipelineMaker, build_modules, connect, own_stages
+        from pipecomp.runtime.engine import Engine
         from pipecomp.runtime.rehearsal import rehearse_codecs
 
         config = parse_run_config(assignment.config, "the coordinator's configuration")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -21,27 +20,19 @@ from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError, PeerLost, TransportError
 from pipecomp.models.base import Model, StageModule, TiedWeight
 from pipecomp.protocol.messages import Assignment, StageAddress, stage_link, tied_link
-from pipecomp.runtime.channel import CodecThreads, Destination, Inbox, OutChannel
+from pipecomp.runtime.channel import Destination, Inbox, OutChannel
 from pipecomp.runtime.coding import LinkCoder
-from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.link import Link, LinkHub
 from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
 from pipecomp.runtime.pipeline import Pipeline, StageEnds, check_layout
 from pipecomp.runtime.rehearsal import make_codec, make_schedule
 from pipecomp.runtime.stage import StageRuntime
-from pipecomp.runtime.stores import StoreHome, adopt, link_capacity_nbytes, open_store
+from pipecomp.runtime.stores import adopt, link_capacity_nbytes, open_store
 from pipecomp.runtime.tied import TiedExchange
 from pipecomp.transport.base import Address
 from pipecomp.types import Kind, Rank, Shard, StageIndex
-
-
-class Engine(NamedTuple):
-    """Where the work of one worker runs, and where it keeps messages."""
-
-    compute: ComputeThread
-    threads: CodecThreads
-    home: StoreHome = StoreHome()
 
 
 def own_stages(assignment: Assignment) -> list[StageAddress]:
@@ -135,8 +126,7 @@ class PipelineMaker:
             ShardOptimizer(self._owned(), self._config.train),
             rank=Rank(self._assignment.rank),
             tied=self._tied(),
-            compute=self._engine.compute,
-            threads=self._engine.threads,
+            engine=self._engine,
         )
         self._refuse = pipeline.refuse
         return pipeline

@@ -22,9 +22,9 @@ from pipecomp.errors import CodecError, LocalProtocolError, MessageMismatch, Non
 from pipecomp.models.base import Batch
 from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, StoreMeter
 from pipecomp.runtime.batches import check_refs, make_batches
-from pipecomp.runtime.channel import CodecThreads, OutChannel
+from pipecomp.runtime.channel import OutChannel
 from pipecomp.runtime.coding import LinkCoder
-from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.optimizer import ShardOptimizer
 from pipecomp.runtime.stage import ForwardResult, StageRuntime
@@ -90,8 +90,7 @@ class Pipeline:
         *,
         rank: Rank,
         tied: TiedExchange | tuple[torch.nn.Parameter, torch.nn.Parameter] | None,
-        compute: ComputeThread,
-        threads: CodecThreads,
+        engine: Engine,
     ) -> None:
         """`tied`: the exchange, or (embedding, head) parameters where both are here, or None."""
         self.stages = {s.stage: s for s in stages}
@@ -101,8 +100,8 @@ class Pipeline:
         self._schedule = schedule
         self._rank = rank
         self._tied = tied
-        self.compute = compute
-        self.threads = threads
+        self.compute = engine.compute
+        self.threads = engine.threads
         self._refused: asyncio.Future[None] | None = None
         self._labels_are_classes = any(s.runtime.module.labels_are_classes for s in stages)
 

@@ -21,9 +21,10 @@ from pipecomp.models import model_from_config
 from pipecomp.models.base import CLASSIFICATION, StageModule
 from pipecomp.partition import StagePlan, plan_stages
 from pipecomp.protocol.messages import Assignment, EvaluationPlan, SampleRef, StageAddress, StepPlan, Traffic
-from pipecomp.runtime.assembly import Engine, PipelineMaker, build_modules, connect
+from pipecomp.runtime.assembly import PipelineMaker, build_modules, connect
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.link import LinkHub
 from pipecomp.runtime.pipeline import EvaluationSums, Pipeline
 from pipecomp.runtime.stores import StoreHome, count_ends, store_settings
