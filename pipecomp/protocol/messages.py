@@ -32,7 +32,12 @@ from typing import Any
 
 import msgspec
 
-from pipecomp.protocol.reports import LinkMeter as LinkMeter  # noqa: PLC0414 - parts of messages are had from here too
+from pipecomp.protocol.parts import LayerNorms as LayerNorms  # noqa: PLC0414 - parts of messages are had from here too
+from pipecomp.protocol.parts import SampleHeader as SampleHeader  # noqa: PLC0414
+from pipecomp.protocol.parts import SampleRef as SampleRef  # noqa: PLC0414
+from pipecomp.protocol.parts import StageAddress as StageAddress  # noqa: PLC0414
+from pipecomp.protocol.parts import TensorEntry as TensorEntry  # noqa: PLC0414
+from pipecomp.protocol.reports import LinkMeter as LinkMeter  # noqa: PLC0414
 from pipecomp.protocol.reports import StepReport as StepReport  # noqa: PLC0414
 from pipecomp.protocol.reports import StoreMeter as StoreMeter  # noqa: PLC0414
 from pipecomp.protocol.reports import Traffic as Traffic  # noqa: PLC0414
@@ -85,29 +90,6 @@ class Welcome(_Message, frozen=True, kw_only=True):
     heartbeat_timeout_s: float
 
 
-class StageAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a stage is."""
-
-    stage: int
-    rank: int
-    first_layer: int
-    end_layer: int
-    worker: str
-    data_address: str
-    needs_input_gradient: bool  # some trainable parameter lies in an earlier stage
-    message_nbytes: int = 0  # what the stage's worker can keep of messages, for each end of a link that it holds
-
-
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint tensor that the coordinator can send."""
-
-    name: str
-    dtype: str  # safetensors' names: F32, BF16, F16
-    shape: tuple[int, ...]
-    nbytes: int
-    content_hash: str  # xxh3-64 of its bytes, hexadecimal
-
-
 class Assignment(_Message, frozen=True, kw_only=True):
     """What a worker holds and how the run goes. The same for all workers but for `rank` and `tensors`."""
 
@@ -137,11 +119,6 @@ class Ready(_Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- steps
 
 
-class SampleRef(msgspec.Struct, frozen=True, array_like=True):
-    sample_id: int
-    length: int
-
-
 class StepPlan(_Message, frozen=True, kw_only=True):
     """One optimizer step. Buffers: `input_ids` and `labels` (int32, little-endian, samples joined without padding, in order
     of microbatches) where the receiving worker needs them. A classifier's labels are one for each sample: its class."""
@@ -154,13 +131,6 @@ class StepPlan(_Message, frozen=True, kw_only=True):
     has_input_ids: bool
     has_labels: bool
     buffer_nbytes: tuple[int, ...]
-
-
-class LayerNorms(msgspec.Struct, frozen=True, array_like=True):
-    """Squared gradient norms (fp64) of one layer's trainable parameters, in order of definition."""
-
-    layer: int
-    squared_norms: tuple[float, ...]
 
 
 class Prepared(_Message, frozen=True, kw_only=True):
@@ -333,16 +303,6 @@ class Resent(_Message, frozen=True, kw_only=True):
     num_columns: int
     reason: str
     buffer_nbytes: tuple[int, ...]
-
-
-class SampleHeader(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a TensorMessage."""
-
-    sample_id: int
-    version: int  # of the message the values are coded against; 0: none (first visit, or a codec without messages)
-    num_rows: int  # real positions; padding does not travel
-    checksum: int = 0  # of that message as both ends keep it, xxh3-64; 0 where there is none
-    is_kept: bool = False  # both ends keep what this visit leaves, once the step commits
 
 
 class TensorMessage(_Message, frozen=True, kw_only=True):
