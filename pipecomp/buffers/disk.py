@@ -34,6 +34,10 @@ from pipecomp.errors import LocalProtocolError, StoreError
 from pipecomp.types import SampleId, TensorSpec
 
 
+def nobody_hears(_seconds: float) -> None:
+    """For those who do not ask how long a buffer waits."""
+
+
 class DiskLimits(NamedTuple):
     """Bytes. `disk_nbytes`: of all files; None for as much as there is."""
 
@@ -56,9 +60,11 @@ class DiskBuffer(MessageBuffer):
         direct: bool = False,
         is_kept: bool = True,
         calls: DiskCalls | None = None,
+        on_wait: Callable[[float], None] = nobody_hears,
     ) -> None:
         """`direct`: read past the page cache and keep nothing in it, so that what is timed is the disk; silently not so where
-        the file system cannot (`is_direct` tells). `is_kept`: False deletes the folder at `close`.
+        the file system cannot (`is_direct` tells). `is_kept`: False deletes the folder at `close`. `on_wait`: called in the
+        thread of a `get` or `stage` that had to wait, with the seconds.
 
         Raises:
             StoreError: the folder cannot be used; says why and what to do.
@@ -96,6 +102,7 @@ class DiskBuffer(MessageBuffer):
         self._hits = self._misses = self._disk_reads = 0
         self._lost = self._log.num_lost
         self._wait_s = 0.0
+        self._on_wait = on_wait
         self._threads = [
             threading.Thread(target=target, name=f"{name} {folder.name}", daemon=True)
             for target, name in ((self._write_all, "message writer"), (self._read_all, "message reader"))
@@ -117,7 +124,8 @@ class DiskBuffer(MessageBuffer):
                     self._hits += row is not None
                     self._misses += row is None
                     self._disk_reads += is_from_disk
-                    self._wait_s += time.perf_counter() - started if waited else 0.0
+                    if waited:
+                        self._waited(started)
                     return None if row is None or payload is None else _stored(row, payload)
                 self._ahead.cancel(sample_id)
             waited = True
@@ -128,7 +136,7 @@ class DiskBuffer(MessageBuffer):
                 elif self._rows.get(sample_id) is row:
                     self._hits += 1
                     self._disk_reads += 1
-                    self._wait_s += time.perf_counter() - started
+                    self._waited(started)
                     return _stored(row, payload)
 
     def stage(self, step: int, sample_id: SampleId, values: torch.Tensor) -> None:
@@ -290,7 +298,12 @@ class DiskBuffer(MessageBuffer):
                 self._changed.wait()
                 self._check_usable()
         finally:
-            self._wait_s += time.perf_counter() - started
+            self._waited(started)
+
+    def _waited(self, since: float) -> None:
+        seconds = time.perf_counter() - since
+        self._wait_s += seconds
+        self._on_wait(seconds)
 
     def _enqueue(self, work: Callable[[], None], done: Future[None] | None = None) -> None:
         if self._failure is None:

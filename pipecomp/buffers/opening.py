@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
 from pipecomp.buffers.base import MessageBuffer
-from pipecomp.buffers.disk import DiskBuffer, DiskLimits
+from pipecomp.buffers.disk import DiskBuffer, DiskLimits, nobody_hears
 from pipecomp.buffers.files import Identity
 from pipecomp.buffers.formats import MessageDtype, MessageFormat
 from pipecomp.buffers.memory import MemoryBuffer
@@ -63,8 +64,11 @@ def capacity_nbytes(store: StoreKind, memory_nbytes: int, disk_nbytes: int, *, i
             return disk_nbytes // 2 + (0 if is_kept else memory_nbytes)
 
 
-def open_buffer(settings: StoreSettings, identity: Identity, name: str) -> MessageBuffer:
-    """The buffer `name` (link and end), which belongs to `identity` (run configuration, ...).
+def open_buffer(
+    settings: StoreSettings, identity: Identity, name: str, *, on_wait: Callable[[float], None] = nobody_hears
+) -> MessageBuffer:
+    """The buffer `name` (link and end), which belongs to `identity` (run configuration, ...). `on_wait` hears in the thread of
+    a `get` or `stage` how many seconds it has just waited for a disk.
 
     Raises:
         StoreError: the folder is in use, belongs to something else, cannot be written, or its disk is full. Says what to do.
@@ -87,6 +91,7 @@ def open_buffer(settings: StoreSettings, identity: Identity, name: str) -> Messa
             ),
             direct=settings.direct,
             is_kept=settings.folder is not None,
+            on_wait=on_wait,
         )
     except StoreError:
         if settings.folder is None:

@@ -71,8 +71,9 @@ class LinkIdentity(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A numbered message, encoded; `frames[0]` is its header."""
+    """A numbered message, and encoded; `frames[0]` is its header."""
 
+    message: SequencedMessage
     sequence: int
     kind: Kind
     values: int
@@ -249,7 +250,7 @@ class LinkEnd:
         numbered = msgspec.structs.replace(message, sequence=self._next_out)
         frames = wire.encode(numbered, buffers)
         payload_nbytes = sum(getattr(numbered, "buffer_nbytes", ()))
-        return Outgoing(self._next_out, kind_of(numbered), values, frames, len(frames[0]), payload_nbytes)
+        return Outgoing(numbered, self._next_out, kind_of(numbered), values, frames, len(frames[0]), payload_nbytes)
 
     def has_credit_for(self, outgoing: Outgoing) -> bool:
         """Whether `outgoing` may be submitted now."""

@@ -18,6 +18,7 @@ Control session: a worker dials the coordinator.              Data links: a work
     WeightsSent              ->
     Heartbeat                ->
                              <-     HeartbeatReply
+    Spans                    ->
     Failed | Goodbye         ->
                              <-     Stop
 
@@ -32,7 +33,8 @@ from typing import Any
 
 import msgspec
 
-from pipecomp.protocol.parts import LayerNorms as LayerNorms  # noqa: PLC0414 - parts of messages are had from here too
+from pipecomp.protocol.clocks import RoundTrip as RoundTrip  # noqa: PLC0414 - parts of messages are had from here too
+from pipecomp.protocol.parts import LayerNorms as LayerNorms  # noqa: PLC0414
 from pipecomp.protocol.parts import SampleHeader as SampleHeader  # noqa: PLC0414
 from pipecomp.protocol.parts import SampleRef as SampleRef  # noqa: PLC0414
 from pipecomp.protocol.parts import StageAddress as StageAddress  # noqa: PLC0414
@@ -208,10 +210,20 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     activity: str  # for people: "forward of microbatch 3 on stage 1, step 17"
     step: int
     memory_nbytes: int
+    round_trips: tuple[RoundTrip, ...] = ()  # that have ended since the last heartbeat
 
 
 class HeartbeatReply(_Message, frozen=True, kw_only=True):
     sent_at_s: float
+    answered_at_s: float = 0.0  # by the coordinator's clock
+
+
+class Spans(_Message, frozen=True, kw_only=True):
+    """What the worker did, and when by its own clock. Buffers: one, as `pipecomp.protocol.spans` lays it out."""
+
+    names: tuple[str, ...]  # of lanes and links; records say which
+    num_dropped: int  # spans since the last message that found no room at the worker
+    buffer_nbytes: tuple[int, ...]
 
 
 class SendWeights(_Message, frozen=True, kw_only=True):
@@ -378,6 +390,7 @@ ControlMessage = (
     | Evaluated
     | Heartbeat
     | HeartbeatReply
+    | Spans
     | SendWeights
     | WeightsSent
     | Failed

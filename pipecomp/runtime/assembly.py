@@ -177,7 +177,14 @@ class PipelineMaker:
         codec, seed = make_codec(self._config, kind), self._config.train.seed
         if not codec.has_messages:
             return LinkCoder(codec, None, link=link, kind=kind, run_seed=seed)
-        buffer = open_store(self._assignment, self._config, self._engine.home, stage=lower_stage, end=end)
+        buffer = open_store(
+            self._assignment,
+            self._config,
+            self._engine.home,
+            stage=lower_stage,
+            end=end,
+            on_wait=self._engine.recorder.waited_for_store,
+        )
         capacity = link_capacity_nbytes(self._assignment, lower_stage)
         self._stores.append(buffer)
         retention = Retention(capacity)

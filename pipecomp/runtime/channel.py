@@ -18,6 +18,7 @@ import torch
 
 from pipecomp.errors import CodecError, RemoteProtocolError
 from pipecomp.protocol.messages import GradientMessage, LinkMeter, Resend, Resent, SampleRef, TensorMessage
+from pipecomp.protocol.spans import Doing, Subject
 from pipecomp.protocol.wire import Received
 from pipecomp.runtime.coding import EncodedMicrobatch, LinkCoder
 from pipecomp.runtime.link import Link
@@ -149,10 +150,10 @@ class OutChannel:
     async def _encode_all(self) -> None:
         while True:
             job = await self._jobs.get()
+            encode = functools.partial(self.coder.encode, job.tensor, job.refs, step=job.step, metered=job.metered)
+            about = Subject(self._to.kind, self._link.name, job.step, self._to.stage, job.microbatch)
             try:
-                encoded = await self._threads.run(
-                    functools.partial(self.coder.encode, job.tensor, job.refs, step=job.step, metered=job.metered)
-                )
+                encoded = await self._threads.run(self._link.recorder.timed(Doing.ENCODE, about, encode))
             except CodecError as e:
                 self._on_refused(job.step, e)
             else:

@@ -1,4 +1,4 @@
-"""Where the work of one worker runs, and where it keeps messages. Knows threads and a folder; decides nothing."""
+"""Where the work of one worker runs, where it keeps messages, and who notes what it does. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.stores import StoreHome
+from pipecomp.runtime.trace import DEAF, Recorder
 
 
 class Engine(NamedTuple):
@@ -15,3 +16,4 @@ class Engine(NamedTuple):
     compute: ComputeThread
     threads: CodecThreads
     home: StoreHome = StoreHome()
+    recorder: Recorder = DEAF

@@ -12,6 +12,7 @@ loop; runs no torch layers.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import torch
 from pipecomp.buffers.base import SampleMessage
 from pipecomp.protocol.checks import check_tensor_message
 from pipecomp.protocol.messages import Resend, Resent, SampleHeader, SampleRef, TensorMessage
+from pipecomp.protocol.spans import Doing, Subject
 from pipecomp.runtime.channel import CodecThreads, Destination, Inbox
 from pipecomp.runtime.coding import CheckedMicrobatch, LinkCoder
 
@@ -46,6 +48,8 @@ class Inlet(NamedTuple):
         received = await self.inbox.take(to.kind, step, microbatch)
         message, buffers, is_taken = received.message, received.buffers, False
         assert isinstance(message, TensorMessage)
+        about = Subject(to.kind, self.inbox.link.name, step, to.stage, microbatch)
+        timed = functools.partial(self.inbox.link.recorder.timed, Doing.DECODE, about)
 
         def decode_with(messages: Mapping[int, SampleMessage]) -> torch.Tensor:
             return self.coder.decode(
@@ -68,7 +72,7 @@ class Inlet(NamedTuple):
                 num_columns=to.num_columns,
                 samples=[(ref.sample_id, ref.length) for ref in refs],
             )
-            outcome = await self.threads.run(decode_or_check)
+            outcome = await self.threads.run(timed(decode_or_check))
             if isinstance(outcome, torch.Tensor):
                 return outcome
             self._tell(step, outcome)
@@ -83,7 +87,7 @@ class Inlet(NamedTuple):
                     if header.sample_id in outcome.missing
                 )
             )
-            return await self.threads.run(lambda: decode_with({**outcome.messages, **dict(healed)}))
+            return await self.threads.run(timed(lambda: decode_with({**outcome.messages, **dict(healed)})))
         finally:  # an aborted step's credit goes back too
             if not is_taken:
                 self.inbox.link.taken(received)

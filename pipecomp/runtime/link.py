@@ -16,6 +16,7 @@ from pipecomp.protocol.link import LinkEnd, LinkIdentity
 from pipecomp.protocol.messages import LinkHello, Message, Refused, Traffic
 from pipecomp.protocol.wire import Received
 from pipecomp.runtime.neighbour import Link
+from pipecomp.runtime.trace import DEAF, Recorder
 from pipecomp.transport.base import Address, Connection, Listener, Transport
 
 __all__ = ["Link", "LinkHub", "Received"]
@@ -37,11 +38,14 @@ class LinkHub:
         epoch: int = 0,
         credit_nbytes: int = 64 * 2**20,
         reconnect_s: float = 3.0,
+        recorder: Recorder = DEAF,
     ) -> None:
-        """`run` and `epoch` may be left out and told later by `configure`; those who dial before that wait."""
+        """`run` and `epoch` may be left out and told later by `configure`; those who dial before that wait. `recorder` hears
+        what links send and receive."""
         self._transport = transport
         self._worker = worker
         self._reconnect_s = reconnect_s
+        self._recorder = recorder
         self._run, self._epoch, self._credit_nbytes = run, epoch, credit_nbytes
         self._configured = asyncio.Event()
         if run:
@@ -128,7 +132,7 @@ class LinkHub:
 
     def _make(self, name: str, dial: Callable[[float], Awaitable[Connection]] | None) -> Link:
         end = LinkEnd(LinkIdentity(self._run, self._epoch, name, self._worker), self._credit_nbytes)
-        link = Link(end, reconnect_s=self._reconnect_s, dial=dial)
+        link = Link(end, reconnect_s=self._reconnect_s, dial=dial, recorder=self._recorder)
         self._links[name] = link
         return link
 

@@ -29,13 +29,26 @@ from pipecomp.errors import (
 from pipecomp.protocol import link as rules
 from pipecomp.protocol import wire
 from pipecomp.protocol.link import LinkEnd, LinkState, Outgoing
-from pipecomp.protocol.messages import Ack, LinkHello, Message, Traffic
+from pipecomp.protocol.messages import (
+    Ack,
+    GradientMessage,
+    LinkHello,
+    Message,
+    Resend,
+    Resent,
+    SequencedMessage,
+    TensorMessage,
+    Traffic,
+)
+from pipecomp.protocol.spans import MAX_STAGE, Doing, Subject
+from pipecomp.runtime.trace import DEAF, Recorder
 from pipecomp.transport.base import Connection, Frame
 from pipecomp.types import Kind
 
 _log = logging.getLogger(__name__)
 _ENDED = (LinkState.LOST, LinkState.CLOSED)
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.02, 0.5
+_REPAIRS = (Resend, Resent)
 
 Received = wire.Received
 
@@ -58,9 +71,15 @@ class Link:
     """One end of one link. Made by a LinkHub."""
 
     def __init__(
-        self, end: LinkEnd, *, reconnect_s: float, dial: Callable[[float], Awaitable[Connection]] | None
+        self,
+        end: LinkEnd,
+        *,
+        reconnect_s: float,
+        dial: Callable[[float], Awaitable[Connection]] | None,
+        recorder: Recorder = DEAF,
     ) -> None:
         self.name = end.identity.link
+        self.recorder = recorder
         self.lost: asyncio.Future[PipecompError] = asyncio.get_running_loop().create_future()
         """Done when the link has ended, with the error that `send` and `receive` raise from then on."""
         self._end = end
@@ -120,11 +139,17 @@ class Link:
         async with self._send_turn:
             self._check_alive()
             outgoing = self._end.number(message, buffers, values=values)
-            while not self._end.has_credit_for(outgoing):
-                self._acknowledged.clear()
-                await self._acknowledged.wait()
-                self._check_alive()
+            if not self._end.has_credit_for(outgoing):
+                about = self._subject(outgoing.message, outgoing.nbytes)
+                with self.recorder.during(Doing.CREDIT, f"{self.name} credit", about):
+                    await self._credit_for(outgoing)
             self._apply(self._end.handle(rules.Submitted(outgoing)))
+
+    async def _credit_for(self, outgoing: Outgoing) -> None:
+        while not self._end.has_credit_for(outgoing):
+            self._acknowledged.clear()
+            await self._acknowledged.wait()
+            self._check_alive()
 
     async def receive(self) -> Received:
         """The next message in order. Raises as `send` does, once all that came before is received."""
@@ -278,8 +303,14 @@ class Link:
 
     async def _read(self, number: int, connection: Connection) -> None:
         while True:
-            received = wire.decode(await connection.receive())
+            frames = await connection.receive()
+            began_ns = self.recorder.now_ns()
+            received = wire.decode(frames)
             self._apply(self._end.handle(rules.Arrived(number, received)))
+            if isinstance(received.message, SequencedMessage):
+                doing = Doing.RECEIVE_REPAIR if isinstance(received.message, _REPAIRS) else Doing.RECEIVE
+                about = self._subject(received.message, received.header_nbytes + received.payload_nbytes)
+                self.recorder.add(doing, f"{self.name} in", about, began_ns)
 
     async def _write(self, connection: Connection) -> None:
         while True:
@@ -299,8 +330,14 @@ class Link:
     async def _write_outgoing(self, connection: Connection, outgoing: Outgoing) -> None:
         count = self._counts[outgoing.kind]
         again = outgoing.sequence < self._next_counted
-        messages = count.messages
-        await self._write_frames(connection, outgoing.frames, count)
+        messages, nbytes = count.messages, connection.nbytes_sent
+        began_ns = self.recorder.now_ns()
+        try:
+            await self._write_frames(connection, outgoing.frames, count)
+        finally:
+            doing = Doing.SEND_REPAIR if isinstance(outgoing.message, _REPAIRS) else Doing.SEND
+            about = self._subject(outgoing.message, connection.nbytes_sent - nbytes)
+            self.recorder.add(doing, f"{self.name} out", about, began_ns)
         if again:
             count.messages = messages
         else:
@@ -375,6 +412,17 @@ class Link:
             waiting.set()
         if self._task is not None and asyncio.current_task() is not self._task:
             self._task.cancel()
+
+    def _subject(self, message: SequencedMessage, nbytes: int) -> Subject:
+        match message:
+            case TensorMessage() | Resend() | Resent():
+                part = message.microbatch
+            case _:
+                part = message.offset
+        stage = message.stage if isinstance(message, TensorMessage | GradientMessage) else 0
+        return Subject(
+            rules.kind_of(message), self.name, getattr(message, "step", 0), min(stage, MAX_STAGE), part, nbytes
+        )
 
     def _check_alive(self) -> None:
         if self.lost.done():

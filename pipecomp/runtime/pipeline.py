@@ -21,6 +21,7 @@ import torch
 from pipecomp.errors import CodecError, LocalProtocolError, MessageMismatch, NonFiniteValues
 from pipecomp.models.base import Batch
 from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, StoreMeter
+from pipecomp.protocol.spans import Doing, Subject
 from pipecomp.runtime.batches import check_refs, make_batches
 from pipecomp.runtime.channel import OutChannel
 from pipecomp.runtime.coding import LinkCoder
@@ -29,6 +30,7 @@ from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.optimizer import ShardOptimizer
 from pipecomp.runtime.stage import ForwardResult, StageRuntime
 from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
+from pipecomp.runtime.trace import COMPUTE, StepNotes
 from pipecomp.schedules.base import Action, ActionKind, Schedule
 from pipecomp.types import Kind, Rank, StageIndex
 
@@ -102,6 +104,8 @@ class Pipeline:
         self._tied = tied
         self.compute = engine.compute
         self.threads = engine.threads
+        self._recorder = engine.recorder
+        self._notes = StepNotes(engine.recorder)
         self._refused: asyncio.Future[None] | None = None
         self._labels_are_classes = any(s.runtime.module.labels_are_classes for s in stages)
 
@@ -115,10 +119,13 @@ class Pipeline:
             PipecompError: a link or the protocol failed; the run cannot go on.
         """
         check_refs(plan.microbatches)
+        self._notes.begin(Subject(step=plan.step))
         order = [ref.sample_id for refs in plan.microbatches for ref in refs]
         for coder in self._coders():
             coder.prefetch(order)
-        return await self._until_refused(self._run_actions(plan, self._batches(plan, buffers)))
+        prepared = await self._until_refused(self._run_actions(plan, self._batches(plan, buffers)))
+        self._notes.prepared()
+        return prepared
 
     async def _until_refused(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or StepRefused once a channel cannot encode: who waits for its output would wait forever."""
@@ -138,10 +145,13 @@ class Pipeline:
     async def commit(self, step: int, *, learning_rate: float, clip_coefficient: float) -> None:
         """Apply a prepared step: weights, then messages."""
         self._note("commit", step)
-        await self.compute.run(self.optimizer.step, learning_rate, clip_coefficient)
+        self._notes.decided(step)
+        optimize = self._recorder.timed(Doing.OPTIMIZER, Subject(step=step), self.optimizer.step, lane=COMPUTE)
+        await self.compute.run(optimize, learning_rate, clip_coefficient)
         for coder in self._coders():
             coder.commit(step)
         self._finish(step)
+        self._notes.end(Doing.STEP, step)
         self._note("waiting for the next step", step)
 
     async def abort(self, step: int) -> None:
@@ -157,6 +167,7 @@ class Pipeline:
             coder.abort(step)
         self.take_meters()  # of a step that never was
         self._finish(step)
+        self._notes.end(Doing.ABORTED, step)
         self._note("waiting for the next step", step)
 
     async def evaluate(self, plan: EvaluationPlan, buffers: Sequence[memoryview]) -> EvaluationSums:
@@ -167,10 +178,13 @@ class Pipeline:
             PipecompError: a link or the protocol failed; the run cannot go on.
         """
         check_refs(plan.microbatches)
+        self._notes.begin(Subject(Kind.EVALUATION, step=plan.evaluation))
         try:
             return await self._until_refused(self._evaluate_all(plan, self._batches(plan, buffers)))
         except StepRefused as refused:
             raise CodecError(f"the model cannot be evaluated: {refused.__cause__}") from refused
+        finally:
+            self._notes.idle()
 
     async def _evaluate_all(self, plan: EvaluationPlan, batches: list[Batch]) -> EvaluationSums:
         results: list[ForwardResult] = []
@@ -231,27 +245,33 @@ class Pipeline:
                     await self._forward(plan, action, batches[action.microbatch], inputs, loss_sums)
                 elif self.stages[action.stage].runtime.has_backward:
                     await self._backward(plan, action, inputs)
-            for stage in self.stages.values():
-                for channel in (stage.forward_out, stage.backward_out):
-                    if channel is not None:
-                        self._note(f"encoding the last values of stage {stage.stage}", plan.step)
-                        await channel.encoded()
+            with self._recorder.during(Doing.WAIT_ENCODED, COMPUTE, Subject(step=plan.step)):
+                await self._all_encoded(plan.step)
         finally:
             await _cancel(inputs.values())
         await self._sum_tied(plan.step)
         self._note("gradient norms", plan.step)
-        norms = await self.compute.run(self.optimizer.layer_norms)
+        measure = self._recorder.timed(Doing.NORMS, Subject(step=plan.step), self.optimizer.layer_norms, lane=COMPUTE)
+        norms = await self.compute.run(measure)
         self._note("waiting for commit", plan.step)
         return PreparedStep(tuple(loss_sums), norms)
+
+    async def _all_encoded(self, step: int) -> None:
+        for stage in self.stages.values():
+            for channel in (stage.forward_out, stage.backward_out):
+                if channel is not None:
+                    self._note(f"encoding the last values of stage {stage.stage}", step)
+                    await channel.encoded()
 
     async def _forward(
         self, plan: StepPlan, action: Action, batch: Batch, inputs: dict[Action, asyncio.Task[torch.Tensor]], losses: list[float]
     ) -> None:
-        stage = self.stages[action.stage]
-        hidden = await self._input(action, inputs, plan.step)
+        stage, about = self.stages[action.stage], _subject(action, Kind.FORWARD, plan.step)
+        hidden = await self._input(action, inputs, about)
         self._note(f"forward of microbatch {action.microbatch} on stage {action.stage}", plan.step)
+        forward = self._recorder.timed(Doing.FORWARD, about, stage.runtime.forward, lane=COMPUTE)
         result = await self.compute.run(
-            stage.runtime.forward, plan.step, action.microbatch, batch, hidden, num_targets=plan.num_targets
+            forward, plan.step, action.microbatch, batch, hidden, num_targets=plan.num_targets
         )
         if result.loss_sum is not None:
             losses.append(result.loss_sum)
@@ -260,12 +280,11 @@ class Pipeline:
             self._submit(stage.forward_out, plan, action, result.hidden)
 
     async def _backward(self, plan: StepPlan, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]]) -> None:
-        stage = self.stages[action.stage]
-        gradient = await self._input(action, inputs, plan.step)
+        stage, about = self.stages[action.stage], _subject(action, Kind.BACKWARD, plan.step)
+        gradient = await self._input(action, inputs, about)
         self._note(f"backward of microbatch {action.microbatch} on stage {action.stage}", plan.step)
-        below = await self.compute.run(
-            stage.runtime.backward, plan.step, action.microbatch, gradient, num_targets=plan.num_targets
-        )
+        backward = self._recorder.timed(Doing.BACKWARD, about, stage.runtime.backward, lane=COMPUTE)
+        below = await self.compute.run(backward, plan.step, action.microbatch, gradient, num_targets=plan.num_targets)
         if stage.backward_out is not None:
             assert below is not None
             self._submit(stage.backward_out, plan, action, below)
@@ -278,10 +297,11 @@ class Pipeline:
         inputs: dict[Action, asyncio.Task[torch.Tensor]],
         results: list[ForwardResult],
     ) -> None:
-        stage = self.stages[action.stage]
-        hidden = await self._input(action, inputs, self.activity.step)
+        stage, about = self.stages[action.stage], _subject(action, Kind.EVALUATION, plan.evaluation)
+        hidden = await self._input(action, inputs, about)
         self._note(f"evaluation of microbatch {action.microbatch} on stage {action.stage}", self.activity.step)
-        result = await self.compute.run(stage.runtime.evaluate, batch, hidden)
+        evaluate = self._recorder.timed(Doing.EVALUATE, about, stage.runtime.evaluate, lane=COMPUTE)
+        result = await self.compute.run(evaluate, batch, hidden)
         results.append(result._replace(hidden=None))
         if stage.evaluation_out is not None:
             assert result.hidden is not None
@@ -292,7 +312,8 @@ class Pipeline:
         if isinstance(self._tied, TiedExchange):
             self._note("exchange of the tied weight's gradients", step)
             try:
-                await self._tied.exchange(step)
+                with self._recorder.during(Doing.TIED, COMPUTE, Subject(Kind.TIED, step=step)):
+                    await self._tied.exchange(step)
             except NonFiniteValues as error:
                 raise StepRefused(self._tied.own_stage, f"step {step}: tied gradient: {error}") from error
         elif self._tied is not None:
@@ -331,17 +352,27 @@ class Pipeline:
             raise StepRefused(stage, f"step {step}: {error}") from error
 
     async def _input(
-        self, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]], step: int
+        self, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]], about: Subject
     ) -> torch.Tensor | None:
         task = inputs.get(action)
         if task is None:
             return None
         what = "activations" if action.kind is ActionKind.FORWARD else "gradients"
+        step = self.activity.step if about.kind is Kind.EVALUATION else about.step
         self._note(f"waiting for {what} of microbatch {action.microbatch} at stage {action.stage}", step)
+        awaited = about._replace(link=self._link_of(action.stage, about.kind))
         try:
-            return await task
+            with contextlib.nullcontext() if task.done() else self._recorder.during(Doing.WAIT, COMPUTE, awaited):
+                return await task
         finally:
             inputs.pop(action, None)  # nothing but the action keeps the tensor alive
+
+    def _link_of(self, stage: StageIndex, kind: Kind) -> str:
+        """Over which link a stage's input comes."""
+        ends = self.stages[stage]
+        inlets = {Kind.FORWARD: ends.forward_in, Kind.BACKWARD: ends.backward_in, Kind.EVALUATION: ends.evaluation_in}
+        inlet = inlets[kind]
+        return "" if inlet is None else inlet.inbox.link.name
 
     def _submit(self, channel: OutChannel, plan: StepPlan, action: Action, tensor: torch.Tensor) -> None:
         refs = plan.microbatches[action.microbatch]
@@ -373,6 +404,10 @@ class Pipeline:
     def _note(self, text: str, step: int) -> None:
         self.activity.text = text
         self.activity.step = step
+
+
+def _subject(action: Action, kind: Kind, step: int) -> Subject:
+    return Subject(kind, step=step, stage=action.stage, part=action.microbatch)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[torch.Tensor]]) -> None:

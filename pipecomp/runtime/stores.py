@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,8 +62,10 @@ def adopt(buffer: MessageBuffer, retention: Retention) -> None:
     buffer.commit(_BEFORE_ANY_STEP)
 
 
-def open_store(assignment: Assignment, config: RunConfig, home: StoreHome, *, stage: int, end: str) -> MessageBuffer:
-    """The store of one end (`sender` or `receiver`) of the link from `stage` to the next.
+def open_store(
+    assignment: Assignment, config: RunConfig, home: StoreHome, *, stage: int, end: str, on_wait: Callable[[float], None]
+) -> MessageBuffer:
+    """The store of one end (`sender` or `receiver`) of the link from `stage` to the next. `on_wait`: as `open_buffer` says.
 
     Raises:
         StoreError: its folder cannot be used, or holds another run's messages.
@@ -76,4 +78,4 @@ def open_store(assignment: Assignment, config: RunConfig, home: StoreHome, *, st
         "end": end,
     }
     settings = store_settings(config.messages, home, num_ends)
-    return open_buffer(settings, identity, f"{assignment.replica}-{stage}-{end}")
+    return open_buffer(settings, identity, f"{assignment.replica}-{stage}-{end}", on_wait=on_wait)

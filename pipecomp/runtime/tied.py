@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +18,13 @@ import torch
 from pipecomp.codecs.base import Codec
 from pipecomp.protocol.checks import check_gradient_message
 from pipecomp.protocol.messages import GradientMessage
+from pipecomp.protocol.spans import Doing, Subject
 from pipecomp.protocol.wire import Received
 from pipecomp.runtime.channel import CodecThreads, Destination, Inbox
 from pipecomp.runtime.seeds import derive_seed
 from pipecomp.types import TensorSpec
 
+T = TypeVar("T")
 _PIECE_NBYTES = 4 << 20
 
 
@@ -83,7 +86,8 @@ class TiedExchange:
         self, step: int, pieces: list[tuple[int, torch.Tensor]], encoded: list[asyncio.Event]
     ) -> None:
         for (start, rows), done in zip(pieces, encoded, strict=True):
-            buffer = await self._threads.run(functools.partial(self._encode, step, start, rows))
+            encode = functools.partial(self._encode, step, start, rows)
+            buffer = await self._threads.run(self._timed(Doing.ENCODE, step, start, encode))
             done.set()
             await self._send(step, start, rows.numel(), buffer)
 
@@ -96,9 +100,14 @@ class TiedExchange:
                 self._check(received, rows.numel())
                 await mine_is_there.wait()
                 frame = np.frombuffer(received.buffers[0], np.uint8)
-                await self._threads.run(functools.partial(self._add, rows, frame))
+                add = functools.partial(self._add, rows, frame)
+                await self._threads.run(self._timed(Doing.DECODE, step, start, add))
             finally:
                 self._inbox.link.taken(received)
+
+    def _timed(self, doing: Doing, step: int, start: int, function: Callable[[], T]) -> Callable[[], T]:
+        link = self._inbox.link
+        return link.recorder.timed(doing, Subject(self._to.kind, link.name, step, self._to.stage, start), function)
 
     def _check(self, received: Received, num_values: int) -> None:
         """Law 6; the offset is what the inbox found the message by."""

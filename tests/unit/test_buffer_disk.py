@@ -196,6 +196,24 @@ def gated(folder: Path, **limits: int) -> tuple[DiskBuffer, GatedCalls]:
     return DiskBuffer(FP32, folder, {}, limits=DiskLimits(**limits), calls=calls), calls
 
 
+def test_who_waits_for_the_disk_is_told_in_its_own_thread_for_how_long(tmp_path: Path) -> None:
+    told: list[tuple[float, threading.Thread]] = []
+    calls = GatedCalls()
+    buffer = DiskBuffer(
+        FP32, tmp_path / "store", {}, calls=calls, on_wait=lambda seconds: told.append((seconds, threading.current_thread()))
+    )
+    calls.may_write.clear()
+    run_steps(buffer, range(1, 2))
+    check(buffer, 0, 1)
+    assert told == []  # at hand in memory
+    calls.may_write.set()
+    buffer.flush()
+    check(buffer, 0, 1)
+    assert [thread for _, thread in told] == [threading.current_thread()]
+    assert sum(seconds for seconds, _ in told) == buffer.counts().wait_s > 0
+    buffer.close()
+
+
 def test_a_commit_waits_for_no_disk_and_staged_rows_are_read_from_memory(tmp_path: Path) -> None:
     buffer, calls = gated(tmp_path / "store")
     calls.may_write.clear()
