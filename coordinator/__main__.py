@@ -20,6 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--summary", metavar="FILE")
     parser.add_argument("--log", metavar="FILE")
+    parser.add_argument("--trace", metavar="FILE")
     parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(arguments)
     try:
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
                 advertise=options.advertise,
                 summary=options.summary,
                 log=options.log,
+                trace=options.trace,
                 quiet=options.quiet,
             )
         )

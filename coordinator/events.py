@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, NewType
 
 from pipecomp.protocol import messages
+from pipecomp.protocol.spans import SpanBatch
 
 Peer = NewType("Peer", int)
 """One control connection, numbered by the service. A worker that was refused and comes back is another peer."""
@@ -47,6 +48,7 @@ class RunTerms(NamedTuple):
 class MessageReceived(NamedTuple):
     peer: Peer
     message: messages.ControlMessage
+    buffers: tuple[memoryview, ...] = ()
 
 
 class PeerDisconnected(NamedTuple):
@@ -187,6 +189,21 @@ class ModelStored(NamedTuple):
     folder: str
 
 
+class ClockRead(NamedTuple):
+    """Round trips between a worker's clock and ours."""
+
+    worker: str
+    round_trips: tuple[messages.RoundTrip, ...]
+
+
+class SpansReported(NamedTuple):
+    """What a worker did since it last said so, by its own clock."""
+
+    worker: str
+    batch: SpanBatch
+    num_dropped: int
+
+
 Record = (
     WorkerJoined
     | WorkerTurnedAway
@@ -198,6 +215,8 @@ Record = (
     | EvaluationEnded
     | TrafficReported
     | ModelStored
+    | ClockRead
+    | SpansReported
 )
 
 

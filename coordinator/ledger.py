@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from coordinator import events as e
+from coordinator.accounts import Times
 from pipecomp.protocol.messages import LinkMeter, StoreMeter, Traffic
 from pipecomp.types import Kind
 
@@ -67,6 +68,8 @@ class Ledger:
         """Of the last committed step alone."""
         self.stores: dict[tuple[str, str], StoreMeter] = {}
         """By link and end, since the start."""
+        self.times: dict[str, Times] = {}
+        """Where each worker's steps spent their time; known at the end."""
         self.model_folder = ""
         self.step_nbytes = 0
         """Bytes that workers sent between the last two committed steps."""

@@ -101,7 +101,7 @@ class Peers:
                 self._count(received.header_nbytes, received.payload_nbytes)
                 if not isinstance(received.message, _CONTROL):
                     raise RemoteProtocolError(f"{type(received.message).__name__} came over a control connection")
-                self._on_event(MessageReceived(peer, received.message))
+                self._on_event(MessageReceived(peer, received.message, received.buffers))
         except (TransportError, RemoteProtocolError) as error:
             self._lost(peer, str(error))
             line.outgoing.put_nowait(None)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,8 @@ from coordinator.saving import check_folder
 from coordinator.service import CoordinatorService, ServiceOptions, Surroundings
 from coordinator.steplog import StepLog
 from coordinator.summary import format_summary, make_summary
+from coordinator.timeline import KEPT_NBYTES
+from coordinator.tracefile import write_trace
 from pipecomp import __version__
 from pipecomp.config import RunConfig
 from pipecomp.errors import AddressError, ConfigError
@@ -46,6 +48,7 @@ class CoordinatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str | None = None  # HOST that workers dial for weights, where it is not the one that is bound
     summary: str | None = None
     log: str | None = None
+    trace: str | None = None
     quiet: bool = False
     num_worker_threads: int = 0
 
@@ -67,6 +70,7 @@ def run_coordinator(options: CoordinatorOptions, pipes: LaunchPipes | None = Non
     """
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     _check_target(options.summary, "--summary")
+    _check_target(options.trace, "--trace")
     try:
         import uvloop
 
@@ -133,6 +137,7 @@ def _service_options(options: CoordinatorOptions) -> ServiceOptions:
         weights_bind=Address(f"tcp://{host}:{port + 1 if port else 0}"),
         weights_advertise=options.advertise,
         num_worker_threads=options.num_worker_threads,
+        kept_spans_nbytes=0 if options.trace is None else KEPT_NBYTES,
     )
 
 
@@ -185,6 +190,8 @@ def _listen_to_launch(service: CoordinatorService, deaths: int) -> None:
 
 
 def _conclude(options: CoordinatorOptions, service: CoordinatorService, finish: Finish, say: Callable[[str], None]) -> None:
+    if options.trace is not None:
+        _write_trace(Path(options.trace), service, say)
     summary = make_summary(
         service.ledger,
         service.own_traffic(),
@@ -199,6 +206,19 @@ def _conclude(options: CoordinatorOptions, service: CoordinatorService, finish: 
             Path(options.summary).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write --summary {options.summary}: {error.strerror or error}") from error
+
+
+def _write_trace(path: Path, service: CoordinatorService, say: Callable[[str], None]) -> None:
+    trace, timeline = service.trace(), service.timeline
+
+    def about() -> dict[str, Any]:
+        return {"pipecomp": __version__, "clock_error_ms": trace.clock_errors_ms, "dropped_spans": timeline.num_dropped}
+
+    try:
+        write_trace(path, trace.events(timeline.kept), about)
+    except OSError as error:
+        raise ConfigError(f"cannot write --trace {path}: {error.strerror or error}") from error
+    say(f"trace written to {path}; open it at https://ui.perfetto.dev or in chrome://tracing")
 
 
 def _open_log(options: CoordinatorOptions) -> StepLog:

@@ -27,6 +27,8 @@ from coordinator.saving import ModelSaver
 from coordinator.split import describe_split, threads_share
 from coordinator.state import CoordinatorState
 from coordinator.steplog import StepLog
+from coordinator.timeline import Timeline
+from coordinator.tracefile import Trace
 from coordinator.weights import WeightsDesk, tensor_reader
 from pipecomp.config import RunConfig, config_hash, resolved_toml
 from pipecomp.errors import LocalProtocolError, PipecompError
@@ -50,6 +52,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     weights_bind: Address
     weights_advertise: str | None = None  # HOST that workers dial; None: what the listener says
     num_worker_threads: int = 0
+    kept_spans_nbytes: int = 0  # of what workers report, for a trace
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +76,7 @@ class CoordinatorService:
         self._options = options
         self._around = surroundings
         self.ledger = Ledger()
+        self.timeline = Timeline(keep_nbytes=options.kept_spans_nbytes)
         self.address = Address("")
         self._events: asyncio.Queue[e.Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,6 +84,7 @@ class CoordinatorService:
         self._started_at = surroundings.clock()
         self._num_stop_requests = 0
         self._ranks: tuple[e.Peer, ...] = ()
+        self._workers: tuple[str, ...] = ()
         self._state: CoordinatorState
         self._peers: Peers
         self._hub: LinkHub
@@ -122,6 +127,11 @@ class CoordinatorService:
     @property
     def wall_time_s(self) -> float:
         return self._around.clock() - self._started_at
+
+    def trace(self) -> Trace:
+        """How to draw what is kept of the timeline."""
+        stages = () if self._prepared is None else self._prepared.terms.stages
+        return Trace(self._workers, stages, self.timeline.clocks, self._started_at)
 
     # ------------------------------------------------------------ the loop
 
@@ -189,6 +199,8 @@ class CoordinatorService:
             await self._hub.close()
         if self._saver is not None:
             self._saver.discard()
+        self.timeline.accounting()()
+        self.ledger.times = self.timeline.times()
         self._around.console.close()
 
     # ------------------------------------------------------------ effects
@@ -202,7 +214,7 @@ class CoordinatorService:
     def _assign(self, effect: e.Assign) -> None:
         run = self._run
         assert self._desk is not None
-        self._ranks = effect.peers
+        self._ranks, self._workers = effect.peers, tuple(join.worker for join in effect.joins)
         self._around.console.say(describe_split(run, effect.joins))
         self._around.console.begin(run.terms.total_steps, self._config.train.logging_steps)
         for rank, (peer, join) in enumerate(zip(effect.peers, effect.joins, strict=True)):
@@ -227,6 +239,9 @@ class CoordinatorService:
 
     def _record(self, record: e.Record) -> None:
         self.ledger.take(record)
+        self.timeline.take(record)
+        if isinstance(record, e.StepCommitted):
+            self._spawn(self._around.work.run(self.timeline.accounting()), f"accounts of step {record.step}")
         self._around.console.show(record, self.ledger)
         if self._around.step_log is not None:
             self._around.step_log.write(record, self.ledger, self.wall_time_s)

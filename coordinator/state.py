@@ -25,6 +25,7 @@ from coordinator.training import Training
 from pipecomp.config import RunConfig
 from pipecomp.errors import LocalProtocolError, RemoteProtocolError
 from pipecomp.protocol import messages as m
+from pipecomp.protocol import spans
 from pipecomp.protocol.session import PeerSilent, Session
 
 ASSIGNMENT_EPOCH = 1
@@ -86,8 +87,8 @@ class CoordinatorState:
         if self.phase in _ENDED:
             return []
         match event:
-            case e.MessageReceived(peer, message):
-                self._on_message(peer, message, now)
+            case e.MessageReceived():
+                self._on_message(event, now)
             case e.PeerDisconnected(peer, reason):
                 self._on_disconnect(peer, reason, now)
             case e.ProcessDied(worker, description, by_signal):
@@ -172,20 +173,24 @@ class CoordinatorState:
 
     # ------------------------------------------------------------ messages
 
-    def _on_message(self, peer: Peer, message: m.ControlMessage, now: float) -> None:
+    def _on_message(self, event: e.MessageReceived, now: float) -> None:
+        peer, message, buffers = event
         member = self._roster.member(peer)
         if member is None:
             if isinstance(message, m.Join) and peer not in self._early:
                 self._on_join(peer, message, now)
             elif isinstance(message, m.Heartbeat):
-                self._effects.append(Send(peer, m.HeartbeatReply(sent_at_s=message.sent_at_s)))
+                self._effects.append(Send(peer, m.HeartbeatReply(sent_at_s=message.sent_at_s, answered_at_s=now)))
             else:
                 self._effects.append(e.Disconnect(peer))
             return
         member.session.heard(now)
         try:
             self._expect_epoch(message)
-            self._dispatch(member, message, now)
+            if isinstance(message, m.Spans):
+                self._log(e.SpansReported(member.name, spans.received(message.names, b"".join(buffers)), message.num_dropped))
+            else:
+                self._dispatch(member, message, now)
         except RemoteProtocolError as error:
             self._accuse(member, f"it broke the protocol: it {error}", Evidence.CERTAIN, now)
 
@@ -193,7 +198,9 @@ class CoordinatorState:
         match message:
             case m.Heartbeat():
                 member.activity = message.activity or member.activity
-                self._effects.append(Send(member.peer, m.HeartbeatReply(sent_at_s=message.sent_at_s)))
+                self._effects.append(Send(member.peer, m.HeartbeatReply(sent_at_s=message.sent_at_s, answered_at_s=now)))
+                if message.round_trips:
+                    self._log(e.ClockRead(member.name, message.round_trips))
             case m.Failed():
                 member.activity = message.activity or member.activity
                 self._accuse(member, message.reason, Evidence.CERTAIN, now)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from coordinator.ledger import KindTraffic, Ledger, LinkError
+from coordinator.shares import time_lines, time_of
 from pipecomp.protocol.messages import StoreMeter, Traffic
 from pipecomp.types import Kind
 
@@ -43,6 +44,7 @@ def make_summary(
         "links": links_of(ledger.links),
         "stores": stores_of(ledger.stores),
         "workers": _workers(ledger),
+        "time": {worker: time_of(times) for worker, times in ledger.times.items()},
         "aborted_steps": [{"step": one.step, "reason": one.reason} for one in ledger.aborted],
         "stopped_early": stopped_early,
         "model_folder": ledger.model_folder or None,
@@ -117,6 +119,7 @@ def format_summary(summary: Mapping[str, Any]) -> str:
             _links_table(summary),
             _stores_table(summary),
             _workers_table(summary),
+            time_lines(summary["time"]),
         )
         if part
     )

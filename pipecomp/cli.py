@@ -32,6 +32,9 @@ Overrides = Annotated[
 ]
 Summary = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as one JSON object.")]
 Log = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step log here, one JSON object a line.")]
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write what every worker did when, for ui.perfetto.dev or chrome://tracing.")
+]
 StoreFolder = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Keep messages on disk here, and find them again. Default: a temporary one.")
 ]
@@ -53,6 +56,7 @@ def launch(
     overrides: Overrides = None,
     summary: Summary = None,
     log: Log = None,
+    trace: Trace = None,
     store_folder: StoreFolder = None,
     quiet: Quiet = False,
 ) -> None:
@@ -62,7 +66,16 @@ def launch(
     config = load_run_config(run, overrides or ())
     from pipecomp.launching import launch_run
 
-    _leave(launch_run(config, summary=_text(summary), log=_text(log), store_folder=_text(store_folder), quiet=quiet))
+    _leave(
+        launch_run(
+            config,
+            summary=_text(summary),
+            log=_text(log),
+            trace=_text(trace),
+            store_folder=_text(store_folder),
+            quiet=quiet,
+        )
+    )
 
 
 @app.command()
@@ -77,6 +90,7 @@ def coordinator(
     overrides: Overrides = None,
     summary: Summary = None,
     log: Log = None,
+    trace: Trace = None,
     quiet: Quiet = False,
 ) -> None:
     """Lead a run whose workers are on other machines."""
@@ -86,7 +100,13 @@ def coordinator(
     from coordinator.process import CoordinatorOptions, run_coordinator
 
     options = CoordinatorOptions(
-        config=config, bind=bind, advertise=advertise, summary=_text(summary), log=_text(log), quiet=quiet
+        config=config,
+        bind=bind,
+        advertise=advertise,
+        summary=_text(summary),
+        log=_text(log),
+        trace=_text(trace),
+        quiet=quiet,
     )
     _leave(run_coordinator(options))
 

@@ -48,11 +48,17 @@ class _Child(NamedTuple):
 
 
 def launch_run(
-    config: RunConfig, *, summary: str | None, log: str | None, quiet: bool, store_folder: str | None = None
+    config: RunConfig,
+    *,
+    summary: str | None,
+    log: str | None,
+    trace: str | None = None,
+    quiet: bool,
+    store_folder: str | None = None,
 ) -> int:
     """Run everything to its end and return the exit code."""
     preload(config)
-    return Launch(config, summary=summary, log=log, quiet=quiet, store_folder=store_folder).run()
+    return Launch(config, summary=summary, log=log, trace=trace, quiet=quiet, store_folder=store_folder).run()
 
 
 def preload(config: RunConfig) -> None:
@@ -73,12 +79,20 @@ class Launch:
     """One coordinator and its workers."""
 
     def __init__(
-        self, config: RunConfig, *, summary: str | None, log: str | None, quiet: bool, store_folder: str | None = None
+        self,
+        config: RunConfig,
+        *,
+        summary: str | None,
+        log: str | None,
+        trace: str | None = None,
+        quiet: bool,
+        store_folder: str | None = None,
     ) -> None:
         self._store_folder = store_folder
         self._config = config
         self._summary = summary
         self._log = log
+        self._trace = trace
         self._quiet = quiet
         self._num_workers = config.cluster.num_stages * config.cluster.num_replicas
         self._coordinator: _Child | None = None
@@ -117,6 +131,7 @@ class Launch:
             config=self._config,
             summary=self._summary,
             log=self._log,
+            trace=self._trace,
             quiet=self._quiet,
             num_worker_threads=max(1, _num_cores() // self._num_workers),
         )

@@ -21,6 +21,7 @@ from pipecomp.runtime.memory import peak_memory_nbytes
 from pipecomp.runtime.pipeline import Activity, Pipeline
 from pipecomp.runtime.pipeline import StepRefused as PipelineRefused
 from pipecomp.runtime.stores import StoreHome
+from pipecomp.runtime.trace import Recorder
 from pipecomp.transport.base import Address, Transport
 from workers import events as e
 
@@ -63,6 +64,8 @@ class AssignedWork:
     ) -> None:
         """`transport` and `compute` are for clusters inside one process; the default is ZeroMQ and a thread of its own."""
         self.activity = Activity()
+        self.recorder = Recorder()
+        """What this worker does from when to when."""
         self._name = name
         self._data_address = data_address
         self._advertise = advertise
@@ -114,7 +117,7 @@ class AssignedWork:
 
             self._transport = ZeromqTransport()
         self._shaped = ShapedTransport(self._transport, rate_nbytes_per_s=None, latency_s=0.0)
-        self._hub = LinkHub(self._shaped, worker=self._name)
+        self._hub = LinkHub(self._shaped, worker=self._name, recorder=self.recorder)
         bound: Address = await self._hub.listen(self._data_address)
         return _advertised(bound, self._advertise)
 
@@ -160,7 +163,7 @@ class AssignedWork:
             model,
             self._modules,
             self._links,
-            Engine(self._compute, self._codec_threads, self._home),
+            Engine(self._compute, self._codec_threads, self._home, self.recorder),
         )
         self._pipeline = await self._codec_threads.run(maker.make)  # opens stores, which reads their folders
         self._pipeline.activity = self.activity

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from pipecomp.errors import (
     TransportError,
 )
 from pipecomp.protocol import messages as m
-from pipecomp.protocol import wire
+from pipecomp.protocol import spans, wire
 from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session
 from pipecomp.runtime.memory import peak_memory_nbytes
 from pipecomp.runtime.preloading import import_all
@@ -46,6 +46,9 @@ _DIAL_S = 60.0
 _DIAL_ONCE_S = 5.0
 _TICK_S = 0.1
 _LAST_WORDS_S = 1.0
+_SPANS_A_MESSAGE = 1024
+_REPORTS = (m.Committed, m.Aborted, m.Evaluated, m.WeightsSent, m.Failed, m.Goodbye)
+"""What the worker says when a piece of work is over; the coordinator then has its spans already."""
 _EVERY_INTERFACE = ("0.0.0.0", "[::]", "*")  # noqa: S104 - compared, never bound
 
 
@@ -91,6 +94,7 @@ class WorkerService:
         self._step_task: asyncio.Task[None] | None = None
         self._connection: Connection | None = None
         self._session: Session | None = None
+        self._round_trips: list[m.RoundTrip] = []
         self._finish: e.Finish | None = None
 
     async def run(self) -> e.Finish:
@@ -142,6 +146,8 @@ class WorkerService:
         work = self._work
         match effect:
             case e.Send(message=message):
+                if isinstance(message, _REPORTS):
+                    await self._send_spans()
                 await self._send(message)
             case e.Load(assignment=assignment):
                 assert self.state.welcome is not None
@@ -235,12 +241,20 @@ class WorkerService:
             tokenizer_hash=self._work.tokenizer_hash,
         )
 
-    async def _send(self, message: m.Message) -> None:
+    async def _send(self, message: m.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         assert self._connection is not None
         try:
-            await self._connection.send(wire.encode(message))
+            await self._connection.send(wire.encode(message, buffers))
         except TransportError as error:
             self._events.put_nowait(self._gone(error))
+
+    async def _send_spans(self) -> None:
+        noted, num_dropped = self._work.recorder.take()
+        for start in range(0, len(noted), _SPANS_A_MESSAGE):
+            batch = spans.pack(noted[start : start + _SPANS_A_MESSAGE])
+            message = m.Spans(names=batch.names, num_dropped=num_dropped, buffer_nbytes=(len(batch.records),))
+            await self._send(message, [batch.records])
+            num_dropped = 0
 
     async def _receive(self) -> None:
         assert self._connection is not None and self._session is not None
@@ -250,7 +264,11 @@ class WorkerService:
             except TransportError as error:
                 self._events.put_nowait(self._gone(error))
                 return
-            self._session.heard(self._clock())
+            now = self._clock()
+            self._session.heard(now)
+            if isinstance(received.message, m.HeartbeatReply):
+                reply = received.message
+                self._round_trips.append(m.RoundTrip(reply.sent_at_s, reply.answered_at_s, now))
             self._events.put_nowait(e.MessageReceived(message=received.message, buffers=received.buffers))
 
     async def _keep_alive(self) -> None:
@@ -260,17 +278,21 @@ class WorkerService:
             for effect in self._session.poll(self._clock()):
                 match effect:
                     case SendHeartbeat():
-                        activity = self._work.activity
-                        await self._send(
-                            m.Heartbeat(
-                                sent_at_s=self._clock(),
-                                activity=activity.text,
-                                step=activity.step,
-                                memory_nbytes=peak_memory_nbytes(),
-                            )
-                        )
+                        await self._send(self._heartbeat())
+                        await self._send_spans()
                     case PeerSilent(silence_s=silence_s):
                         self._events.put_nowait(self._gone(f"nothing heard for {silence_s:.1f} s"))
+
+    def _heartbeat(self) -> m.Heartbeat:
+        activity = self._work.activity
+        round_trips, self._round_trips = tuple(self._round_trips), []
+        return m.Heartbeat(
+            sent_at_s=self._clock(),
+            activity=activity.text,
+            step=activity.step,
+            memory_nbytes=peak_memory_nbytes(),
+            round_trips=round_trips,
+        )
 
     def _gone(self, why: object) -> e.CoordinatorGone:
         doing = self._work.activity.text

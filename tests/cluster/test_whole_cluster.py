@@ -259,19 +259,44 @@ async def test_heartbeats_survive_a_long_backward(tmp_path: Path, monkeypatch: p
     def watch(worker: WorkerService) -> None:
         send = worker._send
 
-        async def counting(message: Any) -> None:
+        async def counting(message: Any, *buffers: Any) -> None:
             nonlocal heard
             if type(message).__name__ == "Heartbeat" and "backward of microbatch" in message.activity:
                 heard += 1
                 if heard >= 3:
                     enough.set()
-            await send(message)
+            await send(message, *buffers)
 
         worker._send = counting  # type: ignore[method-assign]
 
     finish, _ = await cluster.run(watch)
     assert finish.exit_code == 0, finish.cause
     assert heard >= 3
+
+
+async def test_the_summary_says_where_each_workers_time_went(tmp_path: Path) -> None:
+    cluster = Cluster(make_config(tmp_path))
+    finish, summary = await cluster.run()
+    assert finish.exit_code == 0, finish.cause
+    assert {worker: row["steps"] for worker, row in summary["time"].items()} == {"worker-0": 4, "worker-1": 4}
+    for row in summary["time"].values():
+        parts = [row[name] for name in ("computing", "link", "store", "coding", "bubble", "other")]
+        assert sum(parts) == pytest.approx(1.0)
+        assert min(parts) > -1e-9
+        assert row["computing"] > 0
+    assert {link["from"] for link in summary["time"]["worker-1"]["links"]} == {"worker-0"}
+
+
+async def test_clocks_are_compared_by_heartbeats(tmp_path: Path) -> None:
+    """All of them read one clock here, so the offset that is found is all error."""
+    cluster = Cluster(make_config(tmp_path, cluster={"heartbeat_interval_s": 0.02, "heartbeat_timeout_s": 60.0}))
+    finish, _ = await cluster.run()
+    assert finish.exit_code == 0, finish.cause
+    clocks = cluster.service.timeline.clocks
+    assert set(clocks) == {"worker-0", "worker-1"}
+    now = asyncio.get_running_loop().time()
+    for clock in clocks.values():
+        assert abs(clock.offset_s(now)) <= clock.error_s(now) < 60
 
 
 async def test_reading_building_and_saving_run_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ def test_the_version_is_the_packages():
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("launch", {"--set", "--summary", "--log", "--store-folder", "--quiet"}),
-        ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--quiet"}),
+        ("launch", {"--set", "--summary", "--log", "--trace", "--store-folder", "--quiet"}),
+        ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--trace", "--quiet"}),
         (
             "worker",
             {

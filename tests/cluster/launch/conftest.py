@@ -75,7 +75,7 @@ class LaunchedRun:
         self.folder = folder
         run_file, self._log, self._output = folder / "run.toml", folder / "steps.jsonl", folder / "output.txt"
         run_file.write_text(RUN % {"root": ROOT, "folder": folder})
-        arguments = ["--log", str(self._log), "--summary", str(folder / "summary.json")]
+        arguments = ["--log", str(self._log), "--summary", str(folder / "summary.json"), "--trace", str(folder / "trace.json")]
         for override in overrides:
             arguments += ["--set", override]
         pid = server.ask({"run": str(run_file), "output": str(self._output), "arguments": arguments})["pid"]
@@ -90,6 +90,10 @@ class LaunchedRun:
     @property
     def summary(self) -> dict[str, object]:
         return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def trace(self) -> dict[str, object]:
+        return json.loads((self.folder / "trace.json").read_text())
 
     def events(self) -> list[dict[str, object]]:
         if not self._log.exists():

@@ -7,6 +7,7 @@ import pytest
 from coordinator import events as e
 from coordinator.state import TRANSITIONS, Phase
 from pipecomp.protocol import messages as m
+from pipecomp.protocol.spans import Doing, Span, Subject, pack
 from pipecomp.types import Kind
 
 EPOCH = 1
@@ -301,11 +302,38 @@ def test_a_stop_while_saving_changes_nothing(make_script):
 def test_heartbeats_are_answered_before_and_after_joining(make_script, join):
     script = make_script()
     beat = m.Heartbeat(sent_at_s=3.5, activity="", step=0, memory_nbytes=0)
-    answer = [e.Send(e.Peer(0), m.HeartbeatReply(sent_at_s=3.5))]
+    script.now = 40.25
+    answer = [e.Send(e.Peer(0), m.HeartbeatReply(sent_at_s=3.5, answered_at_s=40.25))]
     script.say(0, join("w0"))
     assert script.say(0, beat) == answer
     script.do(e.TermsReady(script.terms))
     assert script.say(0, beat) == answer
+
+
+def test_what_a_heartbeat_says_of_clocks_is_recorded_with_its_worker(make_script):
+    script = make_script()
+    script.ready()
+    trips = (m.RoundTrip(1.0, 40.0, 1.5),)
+    script.say(1, m.Heartbeat(sent_at_s=2.0, activity="", step=0, memory_nbytes=0, round_trips=trips))
+    assert script.log[-1] == e.ClockRead("w1", trips)
+
+
+def test_spans_are_recorded_with_their_worker(make_script):
+    script = make_script()
+    script.ready()
+    batch = pack([Span(Doing.IDLE, "compute", Subject(step=1), 5, 7)])
+    message = m.Spans(names=batch.names, num_dropped=3, buffer_nbytes=(len(batch.records),))
+    assert script.do(e.MessageReceived(e.Peer(1), message, (memoryview(batch.records),))) == []
+    assert script.log[-1] == e.SpansReported("w1", batch, 3)
+
+
+def test_a_worker_that_sends_what_are_no_spans_is_the_cause(make_script):
+    script = make_script()
+    script.ready()
+    message = m.Spans(names=(), num_dropped=0, buffer_nbytes=(5,))
+    cause = script.cause(script.do(e.MessageReceived(e.Peer(1), message, (memoryview(b"12345"),))))
+    assert "w1" in cause
+    assert "it broke the protocol: it sent spans of 5 bytes" in cause
 
 
 def test_an_ended_run_hears_nothing(make_script):
