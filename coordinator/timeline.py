@@ -14,8 +14,8 @@ from coordinator import events as e
 from coordinator.accounts import Accounts, Times
 from pipecomp.protocol.clocks import RemoteClock
 
-KEPT_NBYTES = 64 << 20
-"""Of reported spans, for a trace file: a million and more, which is as much as a browser shows."""
+KEPT_NBYTES = 16 << 20
+"""Of reported spans, for a trace file: about a million, which is as much as a browser shows."""
 
 
 class Timeline:
@@ -63,8 +63,8 @@ class Timeline:
         if not self._keep_nbytes:
             return
         self.kept.append(record)
-        self._kept_nbytes += len(record.batch.records)
+        self._kept_nbytes += len(record.batch.deflated)
         while self._kept_nbytes > self._keep_nbytes:
             oldest = self.kept.popleft()
-            self._kept_nbytes -= len(oldest.batch.records)
-            self.num_dropped += len(oldest.batch)
+            self._kept_nbytes -= len(oldest.batch.deflated)
+            self.num_dropped += oldest.batch.num_spans

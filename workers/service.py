@@ -46,7 +46,6 @@ _DIAL_S = 60.0
 _DIAL_ONCE_S = 5.0
 _TICK_S = 0.1
 _LAST_WORDS_S = 1.0
-_SPANS_A_MESSAGE = 1024
 _REPORTS = (m.Committed, m.Aborted, m.Evaluated, m.WeightsSent, m.Failed, m.Goodbye)
 """What the worker says when a piece of work is over; the coordinator then has its spans already."""
 _EVERY_INTERFACE = ("0.0.0.0", "[::]", "*")  # noqa: S104 - compared, never bound
@@ -250,10 +249,10 @@ class WorkerService:
 
     async def _send_spans(self) -> None:
         noted, num_dropped = self._work.recorder.take()
-        for start in range(0, len(noted), _SPANS_A_MESSAGE):
-            batch = spans.pack(noted[start : start + _SPANS_A_MESSAGE])
-            message = m.Spans(names=batch.names, num_dropped=num_dropped, buffer_nbytes=(len(batch.records),))
-            await self._send(message, [batch.records])
+        for start in range(0, len(noted), spans.MAX_SPANS):
+            batch = spans.pack(noted[start : start + spans.MAX_SPANS])
+            message = m.Spans(names=batch.names, num_dropped=num_dropped, buffer_nbytes=(len(batch.deflated),))
+            await self._send(message, [batch.deflated])
             num_dropped = 0
 
     async def _receive(self) -> None:

@@ -1,7 +1,7 @@
 """What a worker did from when to when, and as bytes. Knows indices, names and times of the worker's own clock; reads no clock.
 
-A span is one record of 48 bytes, little-endian, in the one buffer of a `Spans` message. `lane` and `link` are positions in the
-message's `names`, since the same few names come again and again:
+A span is one record of 48 bytes, little-endian. `lane` and `link` are positions in the message's `names`, since the same few
+names come again and again. The records of a `Spans` message are its one buffer, deflated (zlib), which leaves a third of them:
 
     0        1       2       4       6        8       16      24       32         40        48
     +--------+-------+-------+-------+--------+-------+-------+--------+----------+---------+
@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import struct
 import types
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -24,7 +25,9 @@ from pipecomp.types import Kind
 
 _RECORD = struct.Struct("<BBHHHQQQQQ")
 SPAN_NBYTES = _RECORD.size
-MAX_NAMES = 2**16
+MAX_SPANS = 1024
+"""In one message; bounds what a buffer may inflate to."""
+MAX_NAMES = 2 * MAX_SPANS
 MAX_STAGE = 2**16 - 1
 
 
@@ -81,24 +84,22 @@ class Span(NamedTuple):
 
 
 class SpanBatch(NamedTuple):
-    """Some spans as they cross: a table of names, and records."""
+    """Some spans as they cross: a table of names, and deflated records."""
 
     names: tuple[str, ...]
-    records: bytes
-
-    def __len__(self) -> int:
-        return len(self.records) // SPAN_NBYTES
+    deflated: bytes
+    num_spans: int
 
     def spans(self) -> Iterator[Span]:
         """The spans; of a batch that was made by `pack`, or that `received` has checked."""
-        names = self.names
-        for doing, kind, lane, link, stage, step, part, nbytes, start_ns, end_ns in _RECORD.iter_unpack(self.records):
+        names, records = self.names, zlib.decompress(self.deflated)
+        for doing, kind, lane, link, stage, step, part, nbytes, start_ns, end_ns in _RECORD.iter_unpack(records):
             about = Subject(_KINDS[kind], names[link], step, stage, part, nbytes)
             yield Span(_DOINGS[doing], names[lane], about, start_ns, end_ns)
 
 
 def pack(spans: Iterable[Span]) -> SpanBatch:
-    """Spans as a batch."""
+    """Up to MAX_SPANS spans as a batch."""
     codes: dict[str, int] = {}
     records = bytearray()
     for doing, lane, about, start_ns, end_ns in spans:
@@ -114,15 +115,16 @@ def pack(spans: Iterable[Span]) -> SpanBatch:
             start_ns,
             end_ns,
         )
-    return SpanBatch(tuple(codes), bytes(records))
+    return SpanBatch(tuple(codes), zlib.compress(records, 1), len(records) // SPAN_NBYTES)
 
 
-def received(names: tuple[str, ...], records: memoryview | bytes) -> SpanBatch:
+def received(names: tuple[str, ...], deflated: bytes) -> SpanBatch:
     """A batch from elsewhere.
 
     Raises:
         RemoteProtocolError: it is not one.
     """
+    records = _inflated(deflated)
     if len(records) % SPAN_NBYTES:
         raise RemoteProtocolError(f"sent spans of {len(records)} bytes; they are records of {SPAN_NBYTES}")
     if len(names) > MAX_NAMES:
@@ -133,4 +135,17 @@ def received(names: tuple[str, ...], records: memoryview | bytes) -> SpanBatch:
                 f"sent a span of doing {doing}, kind {kind}, lane {lane} and link {link} from {start_ns} to {end_ns}, with "
                 f"{len(names)} names; there is no such span"
             )
-    return SpanBatch(names, bytes(records))
+    return SpanBatch(names, deflated, len(records) // SPAN_NBYTES)
+
+
+def _inflated(deflated: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        records = inflater.decompress(deflated, MAX_SPANS * SPAN_NBYTES + 1)
+    except zlib.error as e:
+        raise RemoteProtocolError(f"sent spans that cannot be inflated: {e}") from e
+    if len(records) > MAX_SPANS * SPAN_NBYTES:
+        raise RemoteProtocolError(f"sent more than {MAX_SPANS} spans in one message")
+    if not inflater.eof or inflater.unused_data:
+        raise RemoteProtocolError(f"sent spans in {len(deflated)} bytes that are not one whole stream")
+    return records

@@ -171,7 +171,7 @@ def _life() -> tuple[Message, ...]:
         Heartbeat(sent_at_s=12.5, activity="forward of microbatch 3", step=17, memory_nbytes=5),
         Heartbeat(sent_at_s=13.0, activity="", step=0, memory_nbytes=0, round_trips=(RoundTrip(12.5, -3.5, 12.625),)),
         HeartbeatReply(sent_at_s=12.5, answered_at_s=-3.5),
-        Spans(names=("compute", "0/0-1"), num_dropped=0, buffer_nbytes=(96,)),
+        Spans(names=("compute", "0/0-1"), num_dropped=0, buffer_nbytes=(40,)),
         SendWeights(epoch=1),
         WeightsSent(epoch=1, num_tensors=12, traffic=()),
         Failed(worker="a", stages=(0, 3), activity="backward", reason="out of memory"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 
 import pytest
 
@@ -19,8 +20,9 @@ SPANS = (
 
 def test_what_is_packed_comes_out_again():
     batch = s.pack(SPANS)
-    assert len(batch) == 3
-    assert tuple(s.received(batch.names, memoryview(batch.records)).spans()) == SPANS
+    assert batch.num_spans == 3
+    assert s.received(batch.names, batch.deflated) == batch
+    assert tuple(batch.spans()) == SPANS
 
 
 @pytest.mark.parametrize("doing", s.Doing)
@@ -31,11 +33,11 @@ def test_every_doing_and_kind_crosses(doing: s.Doing, kind: Kind):
 
 
 def test_a_record_is_48_bytes():
-    assert len(s.pack(SPANS).records) == 3 * s.SPAN_NBYTES == 3 * 48
+    assert len(zlib.decompress(s.pack(SPANS).deflated)) == 3 * s.SPAN_NBYTES == 3 * 48
 
 
 def test_nothing_is_a_batch_of_its_own():
-    assert s.pack([]) == s.received((), b"") == s.SpanBatch((), b"")
+    assert list(s.received((), s.pack([]).deflated).spans()) == []
 
 
 def record(doing: int = 0, kind: int = 0, lane: int = 0, link: int = 0, start: int = 1, end: int = 2) -> bytes:
@@ -56,9 +58,26 @@ def record(doing: int = 0, kind: int = 0, lane: int = 0, link: int = 0, start: i
 )
 def test_what_is_no_span_is_refused(records: bytes):
     with pytest.raises(RemoteProtocolError, match="sent"):
-        s.received(("only",), records)
+        s.received(("only",), zlib.compress(records))
+
+
+def test_as_many_spans_as_a_message_holds_cross_and_one_more_is_refused():
+    assert s.received(("n",), zlib.compress(record() * s.MAX_SPANS)).num_spans == s.MAX_SPANS
+    with pytest.raises(RemoteProtocolError, match="more than 1024 spans"):
+        s.received(("n",), zlib.compress(record() * (s.MAX_SPANS + 1)))
+
+
+def test_a_buffer_that_would_fill_the_memory_is_not_inflated():
+    with pytest.raises(RemoteProtocolError, match="more than 1024 spans"):
+        s.received(("n",), zlib.compress(bytes(100 << 20)))
+
+
+@pytest.mark.parametrize("deflated", [b"", b"12345", zlib.compress(record())[:-1], zlib.compress(record()) + b"more"])
+def test_what_is_no_stream_is_refused(deflated: bytes):
+    with pytest.raises(RemoteProtocolError, match="sent spans"):
+        s.received(("n",), deflated)
 
 
 def test_too_many_names_are_refused():
-    with pytest.raises(RemoteProtocolError, match="65537 names"):
-        s.received(("n",) * (2**16 + 1), b"")
+    with pytest.raises(RemoteProtocolError, match="2049 names"):
+        s.received(("n",) * 2049, s.pack([]).deflated)

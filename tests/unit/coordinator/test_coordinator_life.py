@@ -322,8 +322,8 @@ def test_spans_are_recorded_with_their_worker(make_script):
     script = make_script()
     script.ready()
     batch = pack([Span(Doing.IDLE, "compute", Subject(step=1), 5, 7)])
-    message = m.Spans(names=batch.names, num_dropped=3, buffer_nbytes=(len(batch.records),))
-    assert script.do(e.MessageReceived(e.Peer(1), message, (memoryview(batch.records),))) == []
+    message = m.Spans(names=batch.names, num_dropped=3, buffer_nbytes=(len(batch.deflated),))
+    assert script.do(e.MessageReceived(e.Peer(1), message, (memoryview(batch.deflated),))) == []
     assert script.log[-1] == e.SpansReported("w1", batch, 3)
 
 
@@ -333,7 +333,7 @@ def test_a_worker_that_sends_what_are_no_spans_is_the_cause(make_script):
     message = m.Spans(names=(), num_dropped=0, buffer_nbytes=(5,))
     cause = script.cause(script.do(e.MessageReceived(e.Peer(1), message, (memoryview(b"12345"),))))
     assert "w1" in cause
-    assert "it broke the protocol: it sent spans of 5 bytes" in cause
+    assert "it broke the protocol: it sent spans that cannot be inflated" in cause
 
 
 def test_an_ended_run_hears_nothing(make_script):

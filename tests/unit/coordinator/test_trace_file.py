@@ -12,7 +12,7 @@ from coordinator import events as e
 from coordinator.timeline import Timeline
 from coordinator.tracefile import Trace, write_trace
 from pipecomp.protocol.clocks import RemoteClock, RoundTrip
-from pipecomp.protocol.spans import SPAN_NBYTES, Doing, Span, Subject, pack
+from pipecomp.protocol.spans import Doing, Span, Subject, pack
 from pipecomp.types import Kind
 
 MS = 10**6
@@ -170,8 +170,11 @@ def test_without_a_trace_nothing_is_kept():
 
 
 def test_the_latest_spans_are_kept_and_the_others_counted():
-    timeline = Timeline(keep_nbytes=5 * SPAN_NBYTES)
-    for step in range(1, 5):
-        timeline.take(report("a", *[Span(Doing.IDLE, "compute", Subject(step=step), 0, 1)] * 2, num_dropped=1))
+    reports = [
+        report("a", *[Span(Doing.IDLE, "compute", Subject(step=step), 0, 1)] * 2, num_dropped=1) for step in range(1, 5)
+    ]
+    timeline = Timeline(keep_nbytes=sum(len(one.batch.deflated) for one in reports[2:]))
+    for one in reports:
+        timeline.take(one)
     assert [next(kept.batch.spans()).about.step for kept in timeline.kept] == [3, 4]
     assert timeline.num_dropped == 4 + 4
