@@ -26,6 +26,14 @@ from pipecomp.types import Kind
 MAX_PENDING_SPANS = 1 << 18
 _COMPUTING = (Doing.FORWARD, Doing.BACKWARD)
 _OF_STEPS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.TIED, Kind.CONTROL))
+_TELLING = frozenset(
+    {
+        *(Doing.STEP, Doing.FORWARD, Doing.BACKWARD, Doing.NORMS),
+        *(Doing.WAIT, Doing.WAIT_ENCODED, Doing.TIED, Doing.VOTE),
+        *(Doing.ENCODE, Doing.RECEIVE, Doing.STORE),
+    }
+)
+"""What says where the time went; the rest is for the eye."""
 _BEHIND = {Kind.FORWARD: (Doing.FORWARD, -1), Kind.BACKWARD: (Doing.BACKWARD, 1)}
 """What a worker computes whose values go to another stage, and where that worker's stage lies from there."""
 
@@ -249,7 +257,7 @@ class Accounts:
         for index, (doing, lane, about, start_ns, end_ns) in enumerate(report.batch.spans()):
             if index == 0:  # a clock does not drift within one report
                 offset_ns = round(clock.offset_s(start_ns / 1e9) * 1e9)
-            if about.kind in _OF_STEPS and doing is not Doing.IDLE:
+            if doing in _TELLING and about.kind in _OF_STEPS:
                 spans = self._pending.setdefault(about.step, {}).setdefault(report.worker, [])
                 spans.append(Span(doing, lane, about, start_ns + offset_ns, end_ns + offset_ns))
                 self._num_pending += 1
