@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.accounts import Times
 from pipecomp.types import Kind
 
 _LEAST_SHARE = 0.005
+_WIDTH = 100
 _VALUES = {Kind.FORWARD.value: "values", Kind.BACKWARD.value: "gradients", Kind.TIED.value: "the shared weight's gradient"}
 
 
@@ -33,8 +34,20 @@ def time_of(times: Times) -> dict[str, Any]:
 
 
 def time_lines(time: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line a worker, the largest share first; empty where nothing was measured."""
-    return "\n".join(f"{worker}: {', '.join(_phrases(row))}" for worker, row in time.items())
+    """A sentence for each worker, the largest share first; empty where nothing was measured."""
+    return "\n".join(_folded(f"{worker}: ", _phrases(row)) for worker, row in time.items())
+
+
+def _folded(start: str, phrases: Sequence[str]) -> str:
+    """Phrases with commas between them, on as many lines as it takes."""
+    lines = [start]
+    for index, phrase in enumerate(phrases):
+        text = phrase + ("," if index < len(phrases) - 1 else "")
+        if index and len(lines[-1]) + len(text) >= _WIDTH:
+            lines.append(" " * len(start) + text)
+        else:
+            lines[-1] += text if index == 0 else f" {text}"
+    return "\n".join(lines)
 
 
 def _phrases(row: Mapping[str, Any]) -> list[str]:
@@ -45,7 +58,7 @@ def _phrases(row: Mapping[str, Any]) -> list[str]:
         ("waiting for stored messages", row["store"]),
         ("waiting for encoding and decoding", row["coding"]),
         ("waiting for others to compute", row["bubble"]),
-        ("optimizer and agreeing on the step", row["other"]),
+        ("optimizer and all the rest", row["other"]),
     ]
     largest_first = sorted(named, key=lambda pair: -pair[1])
     return [f"{phrase} {100 * share:.0f} %" for phrase, share in largest_first if share >= _LEAST_SHARE]

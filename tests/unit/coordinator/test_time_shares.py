@@ -245,9 +245,9 @@ def test_shares_of_the_summary_add_up_to_one():
 
 def test_a_person_reads_the_largest_share_first_and_nothing_about_what_took_no_time():
     assert time_lines({"w1": time_of(TIMES)}) == (
-        "w1: computing 71 %, waiting for values from w0 over the link 18 %, waiting for others to compute 6 %, "
-        "waiting for gradients from w2 over the link 2 %, optimizer and agreeing on the step 2 %, "
-        "waiting for stored messages 1 %"
+        "w1: computing 71 %, waiting for values from w0 over the link 18 %,\n"
+        "    waiting for others to compute 6 %, waiting for gradients from w2 over the link 2 %,\n"
+        "    optimizer and all the rest 2 %, waiting for stored messages 1 %"
     )
 
 
