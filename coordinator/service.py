@@ -240,8 +240,8 @@ class CoordinatorService:
     def _record(self, record: e.Record) -> None:
         self.ledger.take(record)
         self.timeline.take(record)
-        if isinstance(record, e.StepCommitted):
-            self._spawn(self._around.work.run(self.timeline.accounting()), f"accounts of step {record.step}")
+        if self.timeline.is_due:
+            self._spawn(self._around.work.run(self.timeline.accounting()), "accounts of time")
         self._around.console.show(record, self.ledger)
         if self._around.step_log is not None:
             self._around.step_log.write(record, self.ledger, self.wall_time_s)

@@ -17,6 +17,9 @@ from pipecomp.protocol.clocks import RemoteClock
 KEPT_NBYTES = 16 << 20
 """Of reported spans, for a trace file: about a million, which is as much as a browser shows."""
 
+MOST_REPORTS = 256
+"""That wait to be sorted."""
+
 
 class Timeline:
     """Of one run."""
@@ -47,6 +50,11 @@ class Timeline:
                 self._over.append(step)
             case _:
                 pass
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is work for `accounting`: a step is over, or much has come of a long evaluation."""
+        return bool(self._over) or len(self._reports) >= MOST_REPORTS
 
     def accounting(self) -> Callable[[], None]:
         """The work on what has come since the last call, to be run in order of the calls."""

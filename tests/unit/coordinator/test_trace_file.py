@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator import events as e
-from coordinator.timeline import Timeline
+from coordinator.timeline import MOST_REPORTS, Timeline
 from coordinator.tracefile import Trace, write_trace
 from pipecomp.protocol.clocks import RemoteClock, RoundTrip
 from pipecomp.protocol.spans import Doing, Span, Subject, pack
@@ -167,6 +167,21 @@ def test_without_a_trace_nothing_is_kept():
     timeline.take(report("a", Span(Doing.IDLE, "compute", Subject(), 0, 1)))
     assert not timeline.kept
     assert timeline.num_dropped == 0
+
+
+def test_reports_are_sorted_at_a_steps_end_or_when_many_wait():
+    timeline = Timeline(keep_nbytes=0)
+    for _ in range(MOST_REPORTS - 1):
+        timeline.take(report("a", Span(Doing.IDLE, "compute", Subject(), 0, 1)))
+    assert not timeline.is_due
+    timeline.take(report("a", Span(Doing.STEP, "compute", Subject(step=1), 0, 1)))
+    assert timeline.is_due
+    timeline.accounting()()
+    assert not timeline.is_due
+    timeline.take(e.StepCommitted(1, 0, 1.0, 1e-3, 1.0, 1.0, e.BatchSize(4, 40, 30), 0.5, {}))
+    assert timeline.is_due
+    timeline.accounting()()
+    assert timeline.times()["a"].num_steps == 1
 
 
 def test_the_latest_spans_are_kept_and_the_others_counted():
