@@ -163,11 +163,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b", re.IGNORECASE)
 _PATHS = (("model", "name"), ("data", "train"), ("data", "eval"), ("data", "tokenizer"))
 
 
-def parse_rate(text: str) -> float:
-    """Bytes per second of a rate such as `100mbit`. Raises ConfigError."""
+def parse_rate(text: str, key: str) -> float:
+    """Bytes per second of a rate such as `100mbit`. Raises ConfigError naming `key`."""
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
-        raise ConfigError(f"cluster.link_rate = {text!r}: write a rate above zero such as '500kbit', '20mbit' or '1gbit'")
+        raise ConfigError(f"{key} = {text!r}: write a rate above zero such as '500kbit', '20mbit' or '1gbit'")
     return float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2].lower()] / 8
 
 
@@ -325,7 +325,7 @@ def _check(config: RunConfig, source: str) -> None:
     for key in ("memory_budget", "disk_budget"):
         parse_size(getattr(config.messages, key), f"messages.{key}")
     if config.cluster.link_rate is not None:
-        parse_rate(config.cluster.link_rate)
+        parse_rate(config.cluster.link_rate, "cluster.link_rate")
     for direction in ("forward", "backward", "evaluation", "tied"):
         options = getattr(config.compression, direction)
         if not isinstance(options.get("codec"), str):

@@ -193,7 +193,8 @@ class AssignedWork:
     def _shape(self, config: RunConfig) -> None:
         rate = config.cluster.link_rate
         self._shaped.limit(
-            rate_nbytes_per_s=None if rate is None else parse_rate(rate), latency_s=config.cluster.link_latency_ms / 1000
+            rate_nbytes_per_s=None if rate is None else parse_rate(rate, "cluster.link_rate"),
+            latency_s=config.cluster.link_latency_ms / 1000,
         )
 
     # ------------------------------------------------------------ steps

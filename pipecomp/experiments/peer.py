@@ -142,7 +142,7 @@ def _rate_rows(rate: str, folder: Path, rounds: int) -> list[results.Row]:
 
 def take_turn(system: str, rate: str, folder: Path) -> list[float]:
     """Start one system on hosts of its own; seconds of each of its warm steps."""
-    nbits_per_s = None if rate == UNSHAPED else round(8 * parse_rate(rate))
+    nbits_per_s = None if rate == UNSHAPED else round(8 * parse_rate(rate, "rate"))
     with NamespaceHosts(WORLD_SIZE + 1, rate_nbits_per_s=nbits_per_s) as hosts:
         compression = SYSTEMS[system]
         if compression is None:
