@@ -1,0 +1,274 @@
+"""The container's first process: shapes the link, drops root's rights, becomes pipecomp. Knows the environment, tc(8), ip(8) and
+the folders of the container; nothing of training.
+
+    eth0  --- sends ----> netem (LINK_DELAY, LINK_LOSS) -> tbf (LINK_RATE) -> the network
+          <-- receives -- tbf (LINK_RATE) on ifb0 <------------------------- the network
+
+What this kernel cannot do is said on standard error, and the rest is done. What the user can change is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from pipecomp.config import parse_rate
+from pipecomp.errors import ConfigError
+
+DEVICE = "eth0"
+MIRROR = "ifb0"  # what comes in is queued here, as if it were sent
+IMAGE_USER = 10001
+RESULTS = Path("/results")
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)ms")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
+_MIN_BURST = 16_000
+_BURST_S = 0.002
+_QUEUE_MS = 50
+_FULL_FRAME = 1514
+_UNSHAPED_NBYTES_PER_S = 10e9 / 8
+_MAX_WORKERS = 256
+
+
+class Link(NamedTuple):
+    """What a container's link shall be like, each way."""
+
+    rate: str = ""  # as tc takes it: 100mbit
+    nbytes_per_s: float | None = None
+    delay_ms: float = 0.0  # on the way out
+    loss_percent: float = 0.0  # on the way out
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Link:
+        """LINK_RATE, LINK_DELAY, LINK_LOSS; empty is unset. Raises ConfigError."""
+        rate = environment.get("LINK_RATE", "").strip().lower()
+        nbytes_per_s = parse_rate(rate, "LINK_RATE") if rate else None
+        delay = _number(environment, "LINK_DELAY", _DURATION, "milliseconds such as '5ms' or '12.5ms'")
+        loss = _number(environment, "LINK_LOSS", _PERCENT, "a part of all packets such as '1%' or '0.1%'")
+        if loss >= 100:
+            raise ConfigError(f"LINK_LOSS = {environment['LINK_LOSS']!r}: nothing would arrive; write less than '100%'")
+        return cls(rate.removesuffix("/s").replace(" ", ""), nbytes_per_s, delay, loss)
+
+    @property
+    def is_shaped(self) -> bool:
+        return self.nbytes_per_s is not None or self.needs_netem
+
+    @property
+    def needs_netem(self) -> bool:
+        return self.delay_ms > 0 or self.loss_percent > 0
+
+
+def _number(environment: Mapping[str, str], key: str, pattern: re.Pattern[str], allowed: str) -> float:
+    text = environment.get(key, "").strip()
+    if text in ("", "0"):
+        return 0.0
+    match = pattern.fullmatch(text.lower())
+    if match is None:
+        raise ConfigError(f"{key} = {text!r}: write {allowed}, or leave it out")
+    return float(match[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ the link
+
+
+class NotInKernel(Exception):
+    """This kernel lacks what a command asks for."""
+
+
+def run(command: Sequence[str]) -> None:
+    """Run one tc or ip command. Raises NotInKernel, ConfigError."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    said = " ".join(done.stderr.split())
+    if re.search(r"not permitted|permission denied", said, re.IGNORECASE):
+        raise ConfigError(
+            "LINK_RATE, LINK_DELAY and LINK_LOSS need the right to shape this container's network: start it as root with "
+            "--cap-add NET_ADMIN (compose: cap_add: [NET_ADMIN]), or leave them out"
+        )
+    if re.search(r"unknown|not found|not supported|no such file", said, re.IGNORECASE):
+        raise NotInKernel(said)
+    raise ConfigError(f"the link cannot be shaped: {' '.join(command)}: {said}")
+
+
+def shape(
+    link: Link, say: Callable[[str], None], run: Callable[[Sequence[str]], None] = run, *, has_mirror: bool = False
+) -> None:
+    """Shape both ways, as far as the kernel can, and say what has been set and what has not. Raises ConfigError.
+
+    On the network of a machine that shaped before (`--network host`), the mirror is there already.
+    """
+    done, parent = [], ["root"]
+    if link.needs_netem:
+        wanted = [f"LINK_DELAY={link.delay_ms:g}ms"] * (link.delay_ms > 0) + [f"LINK_LOSS={link.loss_percent:g}%"] * (
+            link.loss_percent > 0
+        )
+        try:
+            run(_netem(link))
+            parent = ["parent", "1:1"]
+            done += wanted
+        except NotInKernel as error:
+            say(f"link: {' and '.join(wanted)} not set: this kernel has no netem ({error})")
+    if link.nbytes_per_s is not None:
+        try:
+            run(_bucket(DEVICE, parent, link))
+            done.append(f"LINK_RATE={link.rate} out")
+        except NotInKernel as error:
+            say(f"link: LINK_RATE={link.rate} not set: this kernel has no tbf ({error})")
+        else:
+            try:
+                for command in _mirror(link, has_mirror=has_mirror):
+                    run(command)
+                done.append(f"LINK_RATE={link.rate} in")
+            except NotInKernel as error:
+                say(
+                    f"link: LINK_RATE={link.rate} not set for what comes in: this kernel has no ifb, or cannot mirror to it "
+                    f"({error}). Each sender keeps to its own rate; several at once are not held back here"
+                )
+    say(f"link: {DEVICE}: {', '.join(done) or 'as it was'}")
+
+
+def _netem(link: Link) -> list[str]:
+    """Delay and loss. Its queue must hold what is under way, or it would drop that."""
+    under_way = (link.nbytes_per_s or _UNSHAPED_NBYTES_PER_S) * (link.delay_ms + _QUEUE_MS) / 1000 / _FULL_FRAME
+    command = ["tc", "qdisc", "replace", "dev", DEVICE, "root", "handle", "1:", "netem"]
+    command += ["limit", str(max(1000, round(2 * under_way)))]
+    if link.delay_ms:
+        command += ["delay", f"{link.delay_ms:g}ms"]
+    if link.loss_percent:
+        command += ["loss", f"{link.loss_percent:g}%"]
+    return command
+
+
+def _bucket(device: str, parent: Sequence[str], link: Link) -> list[str]:
+    """The rate. A burst of 2 ms at least: with less, a timer's tick would cost throughput."""
+    assert link.nbytes_per_s is not None
+    burst = max(_MIN_BURST, round(link.nbytes_per_s * _BURST_S))
+    options = ["rate", link.rate, "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
+    return ["tc", "qdisc", "replace", "dev", device, *parent, "handle", "10:", "tbf", *options]
+
+
+def _mirror(link: Link, *, has_mirror: bool) -> list[list[str]]:
+    """The rate of what comes in: all of it takes a detour over a device that has a queue."""
+    redirect = ["u32", "match", "u32", "0", "0", "action", "mirred", "egress", "redirect", "dev", MIRROR]
+    added = [] if has_mirror else [["ip", "link", "add", MIRROR, "type", "ifb"]]
+    return [
+        *added,
+        ["ip", "link", "set", MIRROR, "up"],
+        _bucket(MIRROR, ["root"], link),
+        ["tc", "qdisc", "replace", "dev", DEVICE, "handle", "ffff:", "ingress"],
+        ["tc", "filter", "replace", "dev", DEVICE, "parent", "ffff:", "protocol", "all", "prio", "1", *redirect],
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- folders and rights
+
+
+def user_of(results: Path) -> int:
+    """Who the container becomes: whoever owns the results, so that they are the user's own; the image's user instead of root."""
+    owner = results.stat().st_uid if results.exists() else 0
+    return owner or IMAGE_USER
+
+
+def check_files(arguments: Sequence[str], results: Path, may: Callable[[Path, int], bool], user: int) -> None:
+    """Find out now, and in words of containers, what a coordinator would find out later. Raises ConfigError."""
+    if not arguments or arguments[0] not in ("coordinator", "launch"):
+        return
+    for argument in arguments[1:]:
+        if argument.endswith(".toml") and not argument.startswith("-"):
+            _check_run_file(Path(argument), may, user)
+    if not may(results, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"the results folder {results} cannot be written by the container's user {user}: give the folder on the host to that "
+            f"user (chown {user}) or to one of your own, do not mount it read-only, or mount a volume"
+        )
+
+
+def _check_run_file(path: Path, may: Callable[[Path, int], bool], user: int) -> None:
+    if path.is_dir():
+        raise ConfigError(f"the run file {path} is a folder: Docker makes an empty one when the file to mount is not on the host")
+    if not path.exists():
+        raise ConfigError(
+            f"there is no run file {path} in this container: mount its folder, for example -v \"$PWD\":/run-folder:ro "
+            "(compose: RUN_FOLDER=./folder RUN_FILE=name.toml)"
+        )
+    if not may(path, os.R_OK):
+        raise ConfigError(f"the container's user {user} has no right to read the run file {path}: chmod a+r it on the host")
+
+
+def may_as(user: int) -> Callable[[Path, int], bool]:
+    """Whether a user may, asked of the kernel as that user."""
+
+    def may(path: Path, mode: int) -> bool:
+        if os.geteuid() != 0:
+            return os.access(path, mode)
+        os.setegid(user)
+        os.seteuid(user)
+        try:
+            return os.access(path, mode, effective_ids=True)
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+
+    return may
+
+
+# ------------------------------------------------------------------------------------------------------------- the name
+
+
+def container_name(prefix: str, own_address: str, lookup: Callable[[str], str]) -> str | None:
+    """PREFIX-1, PREFIX-2, ...: the one whose address is this container's, as its network's names say."""
+    for number in range(1, _MAX_WORKERS + 1):
+        name = f"{prefix}-{number}"
+        try:
+            if lookup(name) == own_address:
+                return name
+        except OSError:
+            continue  # a number that is not used
+    return None
+
+
+def with_name(arguments: list[str], prefix: str) -> list[str]:
+    """A worker without a name gets its container's, so that an error names what `docker ps` shows."""
+    if not prefix or arguments[:1] != ["worker"] or any(word.split("=")[0] == "--name" for word in arguments):
+        return arguments
+    own = socket.gethostbyname(socket.gethostname())
+    name = container_name(prefix, own, socket.gethostbyname)
+    return arguments if name is None else [*arguments, "--name", name]
+
+
+# ------------------------------------------------------------------------------------------------------------------ main
+
+
+def become_pipecomp(arguments: Sequence[str], user: int) -> NoReturn:
+    command = ["pipecomp", *arguments]
+    if os.geteuid() == 0:
+        drop = ["--reuid", str(user), "--regid", str(user), "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
+        command = ["setpriv", *drop, "--no-new-privs", *command]
+    os.execvp(command[0], command)  # noqa: S606 - the arguments are the user's own, and no shell reads them
+
+
+def main(arguments: list[str]) -> int:
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        link = Link.from_environment(os.environ)
+        user = user_of(RESULTS) if os.geteuid() == 0 else os.geteuid()
+        check_files(arguments, RESULTS, may_as(user), user)
+        if link.is_shaped:
+            shape(link, say, has_mirror=Path("/sys/class/net", MIRROR).exists())
+    except ConfigError as error:
+        say(f"error: {error}")
+        return 1
+    become_pipecomp(with_name(arguments, os.environ.get("CONTAINER_PREFIX", "")), user)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
