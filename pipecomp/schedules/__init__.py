@@ -2,7 +2,7 @@
 
 from pipecomp.schedules._grid import Span, format_grid, format_orders
 from pipecomp.schedules._rules import peak_in_flight, validate, without_backward
-from pipecomp.schedules._simulate import UNIT_COSTS, Costs, Timeline, simulate
+from pipecomp.schedules._simulate import UNIT_COSTS, Costs, Timeline, needs, simulate
 from pipecomp.schedules.base import Action, ActionKind, Schedule
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Timeline",
     "format_grid",
     "format_orders",
+    "needs",
     "peak_in_flight",
     "simulate",
     "validate",
