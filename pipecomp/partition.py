@@ -19,6 +19,8 @@ from pipecomp.types import Rank, Shard
 
 TiedMode = Literal["auto", "colocate", "exchange"]
 TiedPlace = Literal["none", "local", "exchange"]
+StageCost = Callable[[int, int, int], float]
+"""Cost of the layers `start` .. `end - 1` on a stage: (stage, start, end)."""
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -43,44 +45,58 @@ def partition_layers(costs: Sequence[float], num_stages: int, *, first_extra: fl
     Raises:
         ConfigError: fewer layers than stages.
     """
-    num_layers = len(costs)
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+
+    def stage_cost(_stage: int, start: int, end: int) -> float:
+        return before[end] - before[start] + (first_extra if start == 0 else 0.0)
+
+    return partition_by(len(costs), num_stages, stage_cost)
+
+
+def partition_by(num_layers: int, num_stages: int, stage_cost: StageCost) -> list[Shard]:
+    """Contiguous shards, none empty, of the smallest possible largest cost, where a stage's cost may be any function.
+
+    Exact, as `partition_layers`.
+
+    Args:
+        num_layers: at least as many as stages.
+        num_stages: at least 1.
+        stage_cost: of (stage, first layer, end layer), not negative; infinite for what cannot be.
+
+    Raises:
+        ConfigError: fewer layers than stages, or every split has a stage that cannot be.
+    """
     if num_stages < 1 or num_layers < num_stages:
         raise ConfigError(
             f"{num_layers} layers cannot be split into {num_stages} stages: every stage needs a layer. "
             f"Set cluster.num_stages to {max(num_layers, 1)} or fewer"
         )
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-
-    def stage_cost(start: int, end: int) -> float:
-        return before[end] - before[start] + (first_extra if start == 0 else 0.0)
-
     bound, _ = _best_cuts(num_layers, num_stages, stage_cost, max)
-    _, cuts = _best_cuts(
-        num_layers,
-        num_stages,
-        lambda start, end: stage_cost(start, end) ** 2 if stage_cost(start, end) <= bound else math.inf,
-        operator.add,
-    )
+    if bound == math.inf:
+        raise ConfigError(f"no split of {num_layers} layers over {num_stages} stages fits them all")
+
+    def bounded(stage: int, start: int, end: int) -> float:
+        cost = stage_cost(stage, start, end)
+        return cost**2 if cost <= bound else math.inf
+
+    _, cuts = _best_cuts(num_layers, num_stages, bounded, operator.add)
     return [Shard(start, end) for start, end in itertools.pairwise((0, *cuts, num_layers))]
 
 
 def _best_cuts(
-    num_layers: int,
-    num_stages: int,
-    stage_cost: Callable[[int, int], float],
-    join: Callable[[float, float], float],
+    num_layers: int, num_stages: int, stage_cost: StageCost, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """The smallest joined cost of any split, and where its later stages start."""
     # best[s][e]: of the first e layers in s + 1 stages; cut[s][e]: where the last of them starts.
-    best = [[stage_cost(0, end) for end in range(num_layers + 1)]]
+    best = [[math.inf] + [stage_cost(0, 0, end) for end in range(1, num_layers + 1)]]
     cut = [[0] * (num_layers + 1)]
     for stage in range(1, num_stages):
         row, starts = [math.inf] * (num_layers + 1), [stage] * (num_layers + 1)
         for end in range(stage + 1, num_layers + 1):
             for start in range(stage, end):
-                joined = join(best[stage - 1][start], stage_cost(start, end))
+                joined = join(best[stage - 1][start], stage_cost(stage, start, end))
                 if joined < row[end]:
                     row[end], starts[end] = joined, start
         best.append(row)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError
-from pipecomp.partition import StagePlan, partition_layers, plan_stages, shards_from_counts
+from pipecomp.partition import StagePlan, partition_by, partition_layers, plan_stages, shards_from_counts
 from pipecomp.types import Shard
 
 costs_and_stages = st.lists(st.integers(0, 50), min_size=1, max_size=8).flatmap(
@@ -121,3 +122,24 @@ def test_counts_by_hand_that_leave_no_room_for_a_colocated_head_are_refused() ->
 def test_counts_for_another_number_of_workers_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 numbers for 3 workers"):
         plan_stages([1] * 8, 3, tied_values=None, hidden_values_per_step=1, layers=[4, 4])
+
+
+# -------------------------------------------------------------------------------------------------------- unequal stages
+
+
+def test_a_stage_twice_as_fast_gets_twice_the_layers() -> None:
+    speeds = [1.0, 2.0, 1.0]
+    shards = partition_by(8, 3, lambda stage, start, end: (end - start) / speeds[stage])
+    assert [len(shard) for shard in shards] == [2, 4, 2]
+
+
+def test_a_stage_gets_no_more_than_fits_it() -> None:
+    limits = [4, 1, 4]
+    shards = partition_by(8, 3, lambda stage, start, end: end - start if end - start <= limits[stage] else math.inf)
+    assert sorted(len(shard) for shard in shards) == [1, 3, 4]
+    assert len(shards[1]) == 1
+
+
+def test_layers_that_fit_nowhere_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no split of 8 layers over 2 stages fits"):
+        partition_by(8, 2, lambda _stage, start, end: end - start if end - start <= 3 else math.inf)
