@@ -9,7 +9,8 @@
     best = ideal(setting, num_microbatches=32)
     best.label, best.step.duration_s, best.step.bound
 
-- `Setting`: stages, ranks, links, hosts (up- and downlink, latency) and paths between pairs. `even_setting` makes one of equals.
+- `Setting`: stages, ranks, links, hosts (up- and downlink, latency), paths between pairs, processors that ranks share.
+  `even_setting` makes one of equals.
 - `simulate_step(actions, setting)`: one order of actions, as a `Step`: its duration, timeline (`schedules.format_grid` draws
   it), transfers, loads, and the bound that rules it. `step.py` says what rules a step, `_play.py` how links are shared.
 - `compare`, `ideal`: the same for all shipped schedules, the fastest first.
@@ -19,7 +20,7 @@
 
 from pipecomp.planning._play import Transfer
 from pipecomp.planning.choice import Candidate, compare, ideal, shipped_schedules
-from pipecomp.planning.setting import Host, LinkCost, Path, Setting, StageCost, even_setting
+from pipecomp.planning.setting import Host, LinkCost, Path, Processor, Setting, StageCost, even_setting
 from pipecomp.planning.step import BoundKind, Load, Step, simulate_step
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "LinkCost",
     "Load",
     "Path",
+    "Processor",
     "Setting",
     "StageCost",
     "Step",

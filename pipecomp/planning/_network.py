@@ -80,8 +80,10 @@ def lay_out(actions: Sequence[Sequence[Action]], setting: Setting) -> Network:
         sender = setting.ranks[stage]
         through = [each for each in _passed(setting, sender, receiver) if each.nbytes_per_s < math.inf]
         forward = kind is ActionKind.FORWARD
-        nbytes = setting.links[stage].forward_nbytes if forward else setting.links[stage - 1].backward_nbytes
-        latency_s = setting.latency_s(sender, receiver)
+        link = setting.links[stage if forward else stage - 1]
+        nbytes = link.forward_nbytes if forward else link.backward_nbytes
+        coding_s = link.forward_coding_s if forward else link.backward_coding_s
+        latency_s = setting.latency_s(sender, receiver) + coding_s
         passed = tuple(positions.setdefault(each, len(positions)) for each in through)
         flows.append(Flow(stage, kind, sender, receiver, nbytes, latency_s, passed, num_messages[stage, kind]))
     return Network(tuple(flows), tuple(positions), takers)

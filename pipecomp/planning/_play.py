@@ -7,7 +7,8 @@ ends a message:
     1F1 ──▶ rank 2    ████████░░░░░░░░████      alone on rank 1's uplink, then two share it, then alone again
     1B0 ──▶ rank 0            ░░░░░░░░
 
-A message arrives the latency after its last byte has left; the next one does not wait for that.
+A message arrives the latency after its last byte has left; the next one does not wait for that. Ranks that share a processor
+share it in the same way: each runs at full speed as long as no more compute than it runs at once, else all a little slower.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Sender:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.queue: deque[Action] = deque()
-        self.left_nbytes = 0.0
+        self.left = 0.0
         self.start = 0.0
 
     def add(self, action: Action, now: float) -> None:
@@ -67,7 +68,16 @@ class _Sender:
         return done
 
     def _begin(self, now: float) -> None:
-        self.left_nbytes, self.start = self.flow.nbytes, now
+        self.left, self.start = self.flow.nbytes, now
+
+
+class _Worker:
+    """A rank that computes on a processor that it shares."""
+
+    def __init__(self, action: Action, left_s: float, now: float) -> None:
+        self.action = action
+        self.left = left_s
+        self.start = now
 
 
 class _Play:
@@ -81,6 +91,8 @@ class _Play:
         self._orders = [deque(order) for order in actions]
         self._computing = [False] * len(actions)
         self._there: set[Action] = set()
+        self._workers: dict[Rank, _Worker] = {}
+        self._sharing = {rank for processor in setting.processors for rank in processor.ranks}
         self._senders = {flow.key: _Sender(flow) for flow in network.flows}
         self._events: list[tuple[float, int, Action, bool]] = []  # time, number, whose result, was it computed just then
         self._num_events = 0
@@ -90,19 +102,18 @@ class _Play:
         now = 0.0
         self._start_ranks(now)
         while True:
-            sending, rates = self._sending()
-            ends = [
-                now + (sender.left_nbytes / rate if sender.left_nbytes else 0.0)
-                for sender, rate in zip(sending, rates, strict=True)
-            ]
+            moving = self._moving()
+            ends = [now + (each.left / rate if each.left else 0.0) for each, rate in moving]
             then = min([self._events[0][0] if self._events else math.inf, *ends])
             if then == math.inf:
                 break
-            for sender, rate, end in zip(sending, rates, ends, strict=True):
-                if end <= then * (1 + _SAME_TIME):
-                    self._finish(sender, then)
+            for (each, rate), end in zip(moving, ends, strict=True):
+                if end > then * (1 + _SAME_TIME):
+                    each.left -= rate * (then - now)
+                elif isinstance(each, _Sender):
+                    self._finish(each, then)
                 else:
-                    sender.left_nbytes -= rate * (then - now)
+                    self._leave(each, then)
             now = then
             while self._events and self._events[0][0] <= now:
                 _, _, action, computed = heapq.heappop(self._events)
@@ -110,13 +121,25 @@ class _Play:
             self._start_ranks(now)
         self._check_all_ran()
 
-    def _sending(self) -> tuple[list[_Sender], list[float]]:
+    def _moving(self) -> list[tuple[_Sender | _Worker, float]]:
+        """Whatever is under way at a rate that others change, with that rate."""
         sending = [sender for sender in self._senders.values() if sender.queue]
         key = tuple(sender.flow.key for sender in sending)
         if key not in self._shares:
             capacities = [resource.nbytes_per_s for resource in self._network.resources]
             self._shares[key] = share_fairly([sender.flow.resources for sender in sending], capacities)
-        return sending, self._shares[key]
+        moving: list[tuple[_Sender | _Worker, float]] = list(zip(sending, self._shares[key], strict=True))
+        for processor in self._setting.processors:
+            workers = [self._workers[rank] for rank in processor.ranks if rank in self._workers]
+            moving += [(worker, min(1.0, processor.num_at_once / len(workers))) for worker in workers]
+        return moving
+
+    def _leave(self, worker: _Worker, now: float) -> None:
+        """An action on a shared processor has ended."""
+        rank = self._setting.ranks[worker.action.stage]
+        del self._workers[rank]
+        self.spans.append(Span(rank, worker.action, worker.start, now))
+        self._plan_event(now, worker.action, computed=True)
 
     def _finish(self, sender: _Sender, now: float) -> None:
         done = sender.finish(now)
@@ -140,10 +163,13 @@ class _Play:
             if order and not self._computing[rank] and self._has_input(order[0]):
                 action = order.popleft()
                 cost = self._setting.stages[action.stage]
-                end = now + (cost.forward_s if action.kind is ActionKind.FORWARD else cost.backward_s)
+                length_s = cost.forward_s if action.kind is ActionKind.FORWARD else cost.backward_s
                 self._computing[rank] = True
-                self.spans.append(Span(Rank(rank), action, now, end))
-                self._plan_event(end, action, computed=True)
+                if rank in self._sharing:
+                    self._workers[Rank(rank)] = _Worker(action, length_s, now)
+                else:
+                    self.spans.append(Span(Rank(rank), action, now, now + length_s))
+                    self._plan_event(now + length_s, action, computed=True)
 
     def _has_input(self, action: Action) -> bool:
         needed = needs(action, len(self._setting.stages) - 1)
@@ -181,4 +207,5 @@ def play(actions: Sequence[Sequence[Action]], setting: Setting) -> Played:
     network = lay_out(actions, setting)
     run = _Play(actions, setting, network)
     run.run()
-    return Played(Timeline(tuple(run.spans), len(actions)), tuple(run.transfers), network)
+    spans = sorted(run.spans, key=lambda span: span.start)
+    return Played(Timeline(tuple(spans), len(actions)), tuple(run.transfers), network)

@@ -25,6 +25,9 @@ class LinkCost(msgspec.Struct, frozen=True):
 
     forward_nbytes: float
     backward_nbytes: float
+    forward_coding_s: float = 0.0
+    """From a result to its first byte and from its last byte to its values, beside compute; adds to the latency."""
+    backward_coding_s: float = 0.0
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -45,6 +48,14 @@ class Path(msgspec.Struct, frozen=True):
     """On top of the sender's own."""
 
 
+class Processor(msgspec.Struct, frozen=True):
+    """Ranks on one machine that has fewer cores than they would use."""
+
+    ranks: tuple[Rank, ...]
+    num_at_once: float
+    """So many of them compute at full speed; more share it evenly."""
+
+
 class Setting(msgspec.Struct, frozen=True):
     """Stages on machines.
 
@@ -55,6 +66,7 @@ class Setting(msgspec.Struct, frozen=True):
             rank: nothing is sent then.
         hosts: one for each rank.
         paths: by (sender, receiver), for pairs of ranks that are slower than their hosts.
+        processors: of ranks that share a machine's cores; each rank in one at most. Others have their machine to themselves.
 
     Raises:
         ValueError: the numbers of stages, ranks, links and hosts do not fit each other, or one is negative, or a rate 0.
@@ -65,6 +77,7 @@ class Setting(msgspec.Struct, frozen=True):
     links: tuple[LinkCost, ...]
     hosts: tuple[Host, ...]
     paths: Mapping[tuple[Rank, Rank], Path] = msgspec.field(default_factory=dict)
+    processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages or len(self.ranks) != len(self.stages) or len(self.links) != len(self.stages) - 1:
@@ -76,12 +89,16 @@ class Setting(msgspec.Struct, frozen=True):
             raise ValueError(f"ranks {list(self.ranks)} need a host each, 0 .. {max(self.ranks)}; got {len(self.hosts)} hosts")
         amounts = [s for stage in self.stages for s in (stage.forward_s, stage.backward_s)]
         amounts += [n for link in self.links for n in (link.forward_nbytes, link.backward_nbytes)]
+        amounts += [s for link in self.links for s in (link.forward_coding_s, link.backward_coding_s)]
         amounts += [host.latency_s for host in self.hosts] + [path.latency_s for path in self.paths.values()]
         if not all(0 <= amount < math.inf for amount in amounts):
             raise ValueError("seconds and bytes are finite and not negative")
         rates = [rate for host in self.hosts for rate in (host.uplink_nbytes_per_s, host.downlink_nbytes_per_s)]
         if not all(rate > 0 for rate in [*rates, *(path.nbytes_per_s for path in self.paths.values())]):
             raise ValueError("rates are above zero")
+        sharing = [rank for processor in self.processors for rank in processor.ranks]
+        if len(set(sharing)) != len(sharing) or not all(processor.num_at_once > 0 for processor in self.processors):
+            raise ValueError("processors need ranks of their own and to run more than none of them at once")
 
     def latency_s(self, sender: Rank, receiver: Rank) -> float:
         """From a message's last byte leaving to its arrival."""

@@ -4,6 +4,7 @@ What rules a step. Everything that a step keeps busy has a load: the seconds for
 never waited.
 
     a rank        the sum of its forwards and backwards
+    a processor   that sum over the ranks that share it, over how many of them it runs at once
     an uplink     all bytes that the host sends, over its rate; likewise a downlink and a path
 
 No step is shorter than its largest load: that is the bound. What the step takes beyond it is waiting, when the part with the
@@ -36,6 +37,7 @@ FILL_AND_DRAIN_FROM: Final = 2.0
 
 class BoundKind(enum.StrEnum):
     COMPUTE = "compute"
+    PROCESSOR = "processor"
     FORWARD_LINK = "forward link"
     BACKWARD_LINK = "backward link"
     UPLINK = "uplink"
@@ -52,7 +54,7 @@ class Load(NamedTuple):
 
     kind: BoundKind
     ranks: tuple[Rank, ...]
-    """One for compute, up- and downlinks; (sender, receiver) for links and paths; none for fill and drain."""
+    """One for compute, up- and downlinks, all of a processor; (sender, receiver) for links and paths; none for fill and drain."""
     link: int | None
     """Of a link: it is between stage `link` and stage `link + 1`."""
     busy_s: float
@@ -65,6 +67,8 @@ class Load(NamedTuple):
                 return "fill and drain"
             case BoundKind.FORWARD_LINK | BoundKind.BACKWARD_LINK | BoundKind.PATH:
                 return f"{self.kind} from {ranks}"
+            case BoundKind.PROCESSOR:
+                return f"processor of ranks {', '.join(map(str, self.ranks))}"
             case _:
                 return f"{self.kind} of {ranks}"
 
@@ -108,6 +112,10 @@ def simulate_step(actions: Sequence[Sequence[Action]], setting: Setting) -> Step
     """
     played = play(actions, setting)
     loads = [_compute_load(rank, order, setting) for rank, order in enumerate(actions)]
+    loads += [
+        Load(BoundKind.PROCESSOR, shared.ranks, None, sum(loads[rank].busy_s for rank in shared.ranks) / shared.num_at_once)
+        for shared in setting.processors
+    ]
     loads += _network_loads(played.network)
     # Twelve digits: sums in another order are no larger load. What is equal stays in its order.
     return Step(played.timeline, played.transfers, tuple(sorted(loads, key=lambda load: -float(f"{load.busy_s:.12g}"))))

@@ -17,6 +17,7 @@ from pipecomp.planning import (
     Host,
     LinkCost,
     Path,
+    Processor,
     Setting,
     StageCost,
     Step,
@@ -112,6 +113,37 @@ def test_a_message_does_not_wait_for_the_one_before_to_arrive() -> None:
     setting = even_setting(2, StageCost(0.0, 0.0), LinkCost(1.0, 0.0), Host(uplink_nbytes_per_s=1.0, latency_s=10.0))
     arrivals = [each.arrival for each in on_paper(GPipe(), setting, 3).transfers if each.sender == 0]
     assert arrivals == [11, 12, 13]
+
+
+def test_coding_adds_to_the_latency() -> None:
+    setting = even_setting(2, STAGE, LinkCost(0.0, 0.0, forward_coding_s=0.5, backward_coding_s=0.25))
+    assert on_paper(GPipe(), setting, 4).duration_s == pytest.approx(5 * 3 + 0.75)
+
+
+def test_ranks_on_one_processor_slow_each_other_down_when_they_compute_at_once() -> None:
+    # 0F0 alone, then 0F1 beside 1F0 at half speed; backwards likewise.
+    setting = even_setting(2, StageCost(1.0, 2.0), NOTHING)
+    setting = msgspec.structs.replace(setting, processors=(Processor((Rank(0), Rank(1)), 1.0),))
+    step = on_paper(GPipe(), setting, 2)
+    assert {str(span.action): (span.start, span.end) for span in step.timeline.spans} == {
+        "0F0": (0, 1),
+        "0F1": (1, 3),
+        "1F0": (1, 3),
+        "1F1": (3, 4),
+        "1B0": (4, 6),
+        "0B0": (6, 10),
+        "1B1": (6, 10),
+        "0B1": (10, 12),
+    }
+    assert str(step.bound) == "processor of ranks 0, 1"
+    assert step.bound.busy_s == step.duration_s == 12
+
+
+def test_a_processor_that_runs_all_its_ranks_at_once_slows_none_down() -> None:
+    setting = even_setting(3, STAGE, LinkCost(40.0, 50.0), Host(10.0, 10.0))
+    shared = msgspec.structs.replace(setting, processors=(Processor((Rank(0), Rank(1), Rank(2)), 3.0),))
+    apart, together = (on_paper(OneFOneB(), each, 6).duration_s for each in (setting, shared))
+    assert together == pytest.approx(apart)
 
 
 def test_two_stages_of_one_rank_send_each_other_nothing() -> None:
@@ -333,6 +365,9 @@ def test_the_published_setting_is_bound_by_compute_and_pays_its_links_once(share
         {"hosts": (Host(), Host(uplink_nbytes_per_s=0.0))},
         {"paths": {(Rank(0), Rank(1)): Path(nbytes_per_s=-1.0)}},
         {"paths": {(Rank(0), Rank(1)): Path(latency_s=-1.0)}},
+        {"links": (LinkCost(1.0, 1.0, backward_coding_s=-1.0),)},
+        {"processors": (Processor((Rank(0),), 0.0),)},
+        {"processors": (Processor((Rank(0), Rank(1)), 1.0), Processor((Rank(1),), 1.0))},
     ],
     ids=str,
 )
