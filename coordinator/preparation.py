@@ -113,8 +113,23 @@ def _home(join: Join) -> StoreHome:
     return StoreHome(folder, join.message_memory_nbytes, join.message_disk_nbytes)
 
 
-def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
-    """Read everything.
+class ReadRun(NamedTuple):
+    """A run as its files say it, before the weights are looked at."""
+
+    opened: Model
+    """As its folder or hub has it."""
+    model: Model
+    """The same with the classes of the data, where it classifies."""
+    tokenizer: Any
+    train: Dataset
+    held_out: Dataset | None
+    batches: Batches
+    stage_plan: StagePlan
+    notes: tuple[str, ...]
+
+
+def read_run(config: RunConfig, cache_folder: Path | None) -> ReadRun:
+    """Read all but the weights, and split the model.
 
     Raises:
         ConfigError: the run file names something that cannot be used.
@@ -147,31 +162,40 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
     for dataset in (train, held_out):
         _check_tokens(dataset, model.plan.vocab_size)
     batches = Batches(train, held_out, config.train)
-    stage_plan = _split(config, model, train)
+    return ReadRun(opened, model, tokenizer, train, held_out, batches, split_model(config, model, train), tuple(notes))
+
+
+def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
+    """Read everything.
+
+    Raises:
+        ConfigError: the run file names something that cannot be used.
+    """
+    run = read_run(config, cache_folder)
     terms = RunTerms(
         config_hash=config_hash(config),
-        model_hash=opened.hash,  # what a worker's own folder has, whatever classes the data gives the model
-        tokenizer_hash=tokenizer_hash(tokenizer),
+        model_hash=run.opened.hash,  # what a worker's own folder has, whatever classes the data gives the model
+        tokenizer_hash=tokenizer_hash(run.tokenizer),
         stages=tuple(
             StageSplit(stage, rank, shard.first_layer, shard.end_layer)
-            for stage, (shard, rank) in enumerate(zip(stage_plan.shards, stage_plan.ranks, strict=True))
+            for stage, (shard, rank) in enumerate(zip(run.stage_plan.shards, run.stage_plan.ranks, strict=True))
         ),
-        steps_per_epoch=batches.steps_per_epoch,
-        total_steps=batches.total_steps,
-        batch_size=batches.size,
-        evaluation_sizes=batches.evaluation_sizes,
+        steps_per_epoch=run.batches.steps_per_epoch,
+        total_steps=run.batches.total_steps,
+        batch_size=run.batches.size,
+        evaluation_sizes=run.batches.evaluation_sizes,
     )
     return PreparedRun(
         config,
-        model,
-        stage_plan,
-        batches,
-        len(train),
-        len(held_out) if held_out is not None else 0,
-        _entries(model),
-        tokenizer_files(tokenizer),
+        run.model,
+        run.stage_plan,
+        run.batches,
+        len(run.train),
+        len(run.held_out) if run.held_out is not None else 0,
+        _entries(run.model),
+        tokenizer_files(run.tokenizer),
         terms,
-        tuple(notes),
+        run.notes,
     )
 
 
@@ -262,7 +286,8 @@ def _check_tokens(dataset: Dataset | None, vocab_size: int) -> None:
         )
 
 
-def _split(config: RunConfig, model: Model, train: Dataset) -> StagePlan:
+def split_model(config: RunConfig, model: Model, train: Dataset) -> StagePlan:
+    """The stages that the run file asks for, or the most even ones."""
     plan, tied = model.plan, model.plan.tied
     trainable = {p.name for p in plan.parameters if p.trainable}
     mean_length = train.num_tokens / len(train)
