@@ -212,7 +212,7 @@ def resolved_toml(config: RunConfig) -> str:
     lines: list[str] = []
     for section, values in msgspec.to_builtins(config).items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
+        lines += [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
 
@@ -222,14 +222,15 @@ def config_hash(config: RunConfig) -> str:
     return xxhash.xxh3_64_hexdigest(resolved_toml(config).encode())
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """A plain value as a run file has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        inner = ", ".join(f"{msgspec.json.encode(k).decode()} = {_toml_value(v)}" for k, v in value.items() if v is not None)
+        inner = ", ".join(f"{msgspec.json.encode(k).decode()} = {toml_value(v)}" for k, v in value.items() if v is not None)
         return "{" + inner + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, float):
         return repr(value)
     return msgspec.json.encode(value).decode()
@@ -297,7 +298,7 @@ def _allowed(path: str) -> list[str]:
     section, _, key = path.partition(".")
     kind = get_type_hints(get_type_hints(RunConfig).get(section, object)).get(key)
     kinds = [kind, *get_args(kind)]
-    return [_toml_value(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    return [toml_value(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
 
 
 def _check(config: RunConfig, source: str) -> None:

@@ -14,7 +14,6 @@ from pipecomp.planning.setting import Setting
 from pipecomp.schedules import Action, ActionKind, needs
 from pipecomp.types import Rank, StageIndex
 
-
 ResourceKind = Literal["uplink", "downlink", "path"]
 
 

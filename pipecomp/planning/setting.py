@@ -1,4 +1,4 @@
-"""What a step on paper depends on: seconds of compute, bytes of messages, rates of machines. Pure values; knows no model or codec.
+"""What a step on paper depends on: seconds, bytes, rates. Pure values; knows no model or codec.
 
 Times are seconds, sizes bytes, rates bytes a second. A host is the machine of one rank.
 """

@@ -43,7 +43,7 @@ def on_paper(schedule: Schedule, setting: Setting, num_microbatches: int) -> Ste
 def with_paths(setting: Setting, path: Path) -> Setting:
     """Each pair of ranks with a way of its own, so that nothing is shared."""
     ranks = [Rank(rank) for rank in range(len(setting.hosts))]
-    return msgspec.structs.replace(setting, paths={pair: path for pair in itertools.permutations(ranks, 2)})
+    return msgspec.structs.replace(setting, paths=dict.fromkeys(itertools.permutations(ranks, 2), path))
 
 
 # --------------------------------------------------------------------------------------------------------- closed forms

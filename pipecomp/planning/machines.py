@@ -1,0 +1,127 @@
+"""What the machines of a cluster can do, as a person writes it down or a probe measures it. Pure; reads no file.
+
+    [[workers]]                     # in the order in which they hold the model
+    name = "garage"                 # for the table
+    block = { forward_s = 0.051, backward_s = 0.154 }     # one transformer block, one microbatch of this run
+    memory = "16GB"                 # what a worker may take
+    up = "20mbit"                   # what the machine can send, to all
+    down = "100mbit"                # and receive
+    latency_ms = 15                 # one way
+
+`multiply_adds_per_s = 2e11` may stand in place of `block`: of a forward pass; a backward takes twice as long. What is left out is
+not limited: no `memory` is any memory, no `up` any rate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from pipecomp.config import parse_rate, parse_size
+from pipecomp.errors import ConfigError
+from pipecomp.planning.work import LayerWork
+
+_FINITE: Final = 1e300
+AboveZero = Annotated[float, msgspec.Meta(gt=0, le=_FINITE)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_FINITE)]
+
+
+class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One layer, one microbatch."""
+
+    forward_s: NonNegative
+    backward_s: NonNegative
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One worker's machine."""
+
+    name: str = ""
+    block: LayerSeconds | None = None
+    head: LayerSeconds | None = None
+    """Default: as long as its multiply-adds take at the block's speed; likewise the embedding."""
+    embedding: LayerSeconds | None = None
+    multiply_adds_per_s: AboveZero | None = None
+    updates_per_s: AboveZero | None = None
+    """Parameters that the optimizer steps a second. Default: no time."""
+    coded_values_per_s: AboveZero | None = None
+    """Activations encoded and decoded a second, both ends together. Default: no time."""
+    memory: str | None = None
+    up: str | None = None
+    down: str | None = None
+    latency_ms: NonNegative = 0.0
+
+    @property
+    def memory_nbytes(self) -> float:
+        return math.inf if self.memory is None else parse_size(self.memory, f"memory of {self.name}")
+
+    @property
+    def up_nbytes_per_s(self) -> float:
+        return math.inf if self.up is None else parse_rate(self.up, f"up of {self.name}")
+
+    @property
+    def down_nbytes_per_s(self) -> float:
+        return math.inf if self.down is None else parse_rate(self.down, f"down of {self.name}")
+
+    def seconds(self, layer: LayerWork, block: LayerWork, *, num_tokens: float, recompute: bool) -> LayerSeconds:
+        """Of one layer of `kind` and cost, for one microbatch of `num_tokens`; `block` is the model's usual layer."""
+        measured = {"block": self.block, "head": self.head, "embedding": self.embedding}.get(layer.kind)
+        if measured is not None:
+            return measured
+        if self.block is not None:
+            ratio = layer.cost / block.cost if block.cost else 0.0
+            return LayerSeconds(self.block.forward_s * ratio, self.block.backward_s * ratio)
+        assert self.multiply_adds_per_s is not None
+        forward_s = layer.cost * num_tokens / self.multiply_adds_per_s
+        return LayerSeconds(forward_s, (3 if recompute else 2) * forward_s)
+
+
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All machines of a cluster, by rank."""
+
+    workers: tuple[Machine, ...]
+
+
+def parse_figures(tree: dict[str, Any], num_workers: int, source: str) -> tuple[Machine, ...]:
+    """Check a parsed file.
+
+    Args:
+        tree: of TOML or JSON; what else a plan's own JSON holds is ignored.
+        num_workers: of the run file.
+        source: what to call the file.
+
+    Raises:
+        ConfigError: names the worker and the key that cannot be, and says what is allowed.
+    """
+    if not isinstance(tree.get("workers"), list):
+        raise ConfigError(f"{source}: no workers; write a table [[workers]] for each machine (docs/planning.md has an example)")
+    machines = []
+    for index, values in enumerate(tree["workers"]):
+        where = f"{source}: worker {index}"
+        try:
+            machine = msgspec.convert(values, Machine)
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"{where}: {e}; allowed: {', '.join(Machine.__struct_fields__)}") from e
+        machines.append(_check(machine, index, where))
+    if len(machines) != num_workers:
+        raise ConfigError(
+            f"{source} has {len(machines)} workers, the run file cluster.num_stages = {num_workers}: give one [[workers]] for "
+            f"each, or set cluster.num_stages = {len(machines)}"
+        )
+    return tuple(machines)
+
+
+def _check(machine: Machine, index: int, where: str) -> Machine:
+    if (machine.block is None) == (machine.multiply_adds_per_s is None):
+        raise ConfigError(
+            f"{where}: give either block = {{ forward_s = ..., backward_s = ... }} or multiply_adds_per_s, so that its speed is "
+            "known"
+        )
+    if machine.memory is not None:
+        parse_size(machine.memory, f"{where}: memory")
+    for key, rate in (("up", machine.up), ("down", machine.down)):
+        if rate is not None:
+            parse_rate(rate, f"{where}: {key}")
+    return machine if machine.name else msgspec.structs.replace(machine, name=f"worker-{index}")
