@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--summary", metavar="FILE")
     parser.add_argument("--log", metavar="FILE")
     parser.add_argument("--trace", metavar="FILE")
+    parser.add_argument("--plan", metavar="FILE")
     parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(arguments)
     try:
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
                 summary=options.summary,
                 log=options.log,
                 trace=options.trace,
+                plan=options.plan,
                 quiet=options.quiet,
             )
         )

@@ -53,6 +53,13 @@ class Batches:
         """What the batch of `step` holds."""
         return _size(self._train, self._microbatches(step))
 
+    def usual_lengths(self) -> tuple[int, ...]:
+        """Of the samples of a training microbatch that is as large, padding included, as the median one of its epoch."""
+        lengths = self._train.table.lengths
+        microbatches = [each for step in range(1, self.steps_per_epoch + 1) for each in self._microbatches(step)]
+        microbatches.sort(key=lambda each: len(each) * int(lengths[each].max()))
+        return tuple(int(length) for length in lengths[microbatches[len(microbatches) // 2]])
+
     def step_plan(self, *, epoch: int, step: int, learning_rate: float, wanted: Wanted) -> tuple[StepPlan, list[memoryview]]:
         """The plan of `step` for a worker that wants these buffers."""
         microbatches = self._microbatches(step)
@@ -86,6 +93,11 @@ class Batches:
             buffer_nbytes=tuple(len(buffer) for buffer in buffers),
         )
         return plan, buffers
+
+    @property
+    def evaluation_parts(self) -> tuple[int, ...]:
+        """Microbatches of each evaluation plan."""
+        return tuple(len(part) for part in self._evaluation_parts)
 
     def _microbatches(self, step: int) -> Microbatches:
         epoch, batch = divmod(step - 1, self.steps_per_epoch)

@@ -32,12 +32,14 @@ from coordinator.summary import format_summary, make_summary
 from coordinator.timeline import KEPT_NBYTES
 from coordinator.tracefile import write_trace
 from pipecomp import __version__
-from pipecomp.config import RunConfig
+from pipecomp.config import RunConfig, config_hash
 from pipecomp.errors import AddressError, ConfigError
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.transport.base import Address
 
 _LAST_PORT = 65535
+Prediction = dict[str, Any]
+"""What a plan says of a run, for its summary."""
 
 
 class CoordinatorOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,7 @@ class CoordinatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     summary: str | None = None
     log: str | None = None
     trace: str | None = None
+    plan: str | None = None  # of `pipecomp plan --json`, to be told beside the outcome
     quiet: bool = False
     num_worker_threads: int = 0
 
@@ -71,6 +74,7 @@ def run_coordinator(options: CoordinatorOptions, pipes: LaunchPipes | None = Non
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     _check_target(options.summary, "--summary")
     _check_target(options.trace, "--trace")
+    prediction = read_prediction(options)
     try:
         import uvloop
 
@@ -78,7 +82,7 @@ def run_coordinator(options: CoordinatorOptions, pipes: LaunchPipes | None = Non
     except ImportError:
         runner = asyncio.Runner()
     try:
-        finish = runner.run(_run(options, pipes))
+        finish = runner.run(_run(options, prediction, pipes))
     finally:
         with contextlib.suppress(RuntimeError):
             runner.close()
@@ -87,7 +91,7 @@ def run_coordinator(options: CoordinatorOptions, pipes: LaunchPipes | None = Non
     return finish.exit_code
 
 
-async def _run(options: CoordinatorOptions, pipes: LaunchPipes | None) -> Finish:
+async def _run(options: CoordinatorOptions, prediction: Prediction | None, pipes: LaunchPipes | None) -> Finish:
     from pipecomp.transport.zeromq import ZeromqTransport
 
     service_options = _service_options(options)
@@ -101,7 +105,7 @@ async def _run(options: CoordinatorOptions, pipes: LaunchPipes | None) -> Finish
                 transport=transport,
                 clock=time.monotonic,
                 sleep=asyncio.sleep,
-                prepare=partial(_prepare, cache_folder=_cache_folder()),
+                prepare=partial(_prepare, cache_folder=cache_folder()),
                 work=ComputeThread(),
                 disk=ComputeThread(),
                 console=console,
@@ -116,7 +120,17 @@ async def _run(options: CoordinatorOptions, pipes: LaunchPipes | None) -> Finish
         finally:
             await transport.close()
             _tidy_log(options, step_log.path, service)
-    _conclude(options, service, finish, console.say)
+    if options.trace is not None:
+        _write_trace(Path(options.trace), service, console.say)
+    summary = make_summary(
+        service.ledger,
+        service.own_traffic(),
+        wall_time_s=service.wall_time_s,
+        stopped_early=finish.stopped_early,
+        cause=finish.cause,
+        prediction=prediction,
+    )
+    _conclude(options, summary, console.say)
     return finish
 
 
@@ -189,17 +203,8 @@ def _listen_to_launch(service: CoordinatorService, deaths: int) -> None:
 # ---------------------------------------------------------------- files
 
 
-def _conclude(options: CoordinatorOptions, service: CoordinatorService, finish: Finish, say: Callable[[str], None]) -> None:
-    if options.trace is not None:
-        _write_trace(Path(options.trace), service, say)
-    summary = make_summary(
-        service.ledger,
-        service.own_traffic(),
-        wall_time_s=service.wall_time_s,
-        stopped_early=finish.stopped_early,
-        cause=finish.cause,
-    )
-    if service.ledger.num_steps:
+def _conclude(options: CoordinatorOptions, summary: dict[str, Any], say: Callable[[str], None]) -> None:
+    if summary["steps"]:
         say("\n" + format_summary(summary))
     if options.summary is not None:
         try:
@@ -219,6 +224,27 @@ def _write_trace(path: Path, service: CoordinatorService, say: Callable[[str], N
     except OSError as error:
         raise ConfigError(f"cannot write --trace {path}: {error.strerror or error}") from error
     say(f"trace written to {path}; open it at https://ui.perfetto.dev or in chrome://tracing")
+
+
+def read_prediction(options: CoordinatorOptions) -> Prediction | None:
+    """What `--plan FILE` says of this run; None where there is none.
+
+    Raises:
+        ConfigError: the file is no plan, or one of another configuration.
+    """
+    if options.plan is None:
+        return None
+    again = "make it again with: pipecomp plan RUN.toml --json > FILE, with the same --set as here"
+    try:
+        tree = json.loads(Path(options.plan).read_text(encoding="utf-8"))
+        planned_hash, prediction = tree["config_hash"], dict(tree["prediction"])
+    except OSError as error:
+        raise ConfigError(f"cannot read --plan {options.plan}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--plan {options.plan} is no plan: {again}") from error
+    if planned_hash != config_hash(options.config):
+        raise ConfigError(f"--plan {options.plan} was made for another configuration: {again}")
+    return prediction
 
 
 def _open_log(options: CoordinatorOptions) -> StepLog:
@@ -248,7 +274,7 @@ def _check_target(path: str | None, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: no right to write there")
 
 
-def _cache_folder() -> Path | None:
+def cache_folder() -> Path | None:
     """Where tokenized data is kept between runs; None where there is no home."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

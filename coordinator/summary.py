@@ -15,9 +15,15 @@ FP32_NBYTES = 4
 
 
 def make_summary(
-    ledger: Ledger, own_traffic: Iterable[Traffic], *, wall_time_s: float, stopped_early: bool, cause: str
+    ledger: Ledger,
+    own_traffic: Iterable[Traffic],
+    *,
+    wall_time_s: float,
+    stopped_early: bool,
+    cause: str,
+    prediction: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `--summary FILE` holds. Times in seconds, sizes in bytes; null where nothing was measured."""
+    """What `--summary FILE` holds. Times in seconds, sizes in bytes; null where nothing was measured, or predicted."""
     traffic = ledger.traffic(own_traffic)
     times = ledger.step_times_s
     evaluations = ledger.evaluations
@@ -40,6 +46,7 @@ def make_summary(
         "step_time_s": statistics.median(times) if times else None,
         "tokens_per_s": ledger.num_tokens / sum(times) if times and sum(times) > 0 else None,
         "wall_time_s": wall_time_s,
+        "prediction": None if prediction is None else dict(prediction),
         "traffic": {kind.value: _traffic_row(row) for kind, row in traffic.items()},
         "links": links_of(ledger.links),
         "stores": stores_of(ledger.stores),
@@ -131,7 +138,7 @@ def _results(summary: Mapping[str, Any]) -> str:
         ("train loss, mean", _number(summary["train_loss"], ".4f")),
         ("held-out loss", _eval_text(summary, "loss")),
         *([] if summary["eval_accuracy"] is None else [("accuracy", _eval_text(summary, "accuracy"))]),
-        ("step, median", _number(summary["step_time_s"], ".3f", " s")),
+        ("step, median", _number(summary["step_time_s"], ".3f", " s") + _planned(summary["prediction"])),
         ("tokens/s", _number(summary["tokens_per_s"], ".0f")),
         ("wall time", _number(summary["wall_time_s"], ".1f", " s")),
         ("aborted steps", str(len(summary["aborted_steps"]))),
@@ -140,6 +147,10 @@ def _results(summary: Mapping[str, Any]) -> str:
     if summary["stopped_early"]:
         rows.append(("ended", "before its last step"))
     return format_grid([list(row) for row in rows], align="<<")
+
+
+def _planned(prediction: Mapping[str, Any] | None) -> str:
+    return "" if prediction is None else f" (planned {prediction['step_time_s']:.3f} s: {prediction['bound']})"
 
 
 def _eval_text(summary: Mapping[str, Any], measure: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `pipecomp launch | coordinator | worker | bench`. Knows options; heavy modules are imported on use."""
+"""The command line: `pipecomp launch | coordinator | worker | plan | bench`. Knows options; heavy modules are imported on use."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ Log = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the step l
 Trace = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what every worker did when, for ui.perfetto.dev or chrome://tracing.")
 ]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="What `pipecomp plan --json` printed, told beside the outcome.")
+]
 StoreFolder = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Keep messages on disk here, and find them again. Default: a temporary one.")
 ]
@@ -57,6 +60,7 @@ def launch(
     summary: Summary = None,
     log: Log = None,
     trace: Trace = None,
+    plan_file: PlanFile = None,
     store_folder: StoreFolder = None,
     quiet: Quiet = False,
 ) -> None:
@@ -66,16 +70,8 @@ def launch(
     config = load_run_config(run, overrides or ())
     from pipecomp.launching import launch_run
 
-    _leave(
-        launch_run(
-            config,
-            summary=_text(summary),
-            log=_text(log),
-            trace=_text(trace),
-            store_folder=_text(store_folder),
-            quiet=quiet,
-        )
-    )
+    files = {"summary": _text(summary), "log": _text(log), "trace": _text(trace), "plan": _text(plan_file)}
+    _leave(launch_run(config, **files, store_folder=_text(store_folder), quiet=quiet))
 
 
 @app.command()
@@ -91,6 +87,7 @@ def coordinator(
     summary: Summary = None,
     log: Log = None,
     trace: Trace = None,
+    plan_file: PlanFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Lead a run whose workers are on other machines."""
@@ -106,6 +103,7 @@ def coordinator(
         summary=_text(summary),
         log=_text(log),
         trace=_text(trace),
+        plan=_text(plan_file),
         quiet=quiet,
     )
     _leave(run_coordinator(options))
@@ -159,6 +157,31 @@ def worker(
         message_disk_nbytes=None if message_disk is None else parse_size(message_disk, "--message-disk"),
     )
     _leave(run_worker(options))
+
+
+@app.command()
+def plan(
+    run: RunFile,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What the machines can do, as TOML or JSON. Default: measure this one.")
+    ] = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Take each worker to have a machine like this one to itself.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for --plan and for other programs.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Predict time, bytes and memory of a run before it trains, and say what to change."""
+    if figures is not None and apart:
+        raise typer.BadParameter("the file says already which machines there are", param_hint="--apart with --figures")
+    from pipecomp.config import load_run_config
+
+    config = load_run_config(run, overrides or ())
+    from coordinator.planning import run_plan
+    from coordinator.process import cache_folder
+
+    folder = cache_folder()
+    _leave(run_plan(config, figures=_text(figures), apart=apart, as_json=json, cache_folder=folder))
 
 
 @bench.command()

@@ -55,10 +55,11 @@ def launch_run(
     trace: str | None = None,
     quiet: bool,
     store_folder: str | None = None,
+    plan: str | None = None,
 ) -> int:
     """Run everything to its end and return the exit code."""
     preload(config)
-    return Launch(config, summary=summary, log=log, trace=trace, quiet=quiet, store_folder=store_folder).run()
+    return Launch(config, summary=summary, log=log, trace=trace, quiet=quiet, store_folder=store_folder, plan=plan).run()
 
 
 def preload(config: RunConfig) -> None:
@@ -87,7 +88,9 @@ class Launch:
         trace: str | None = None,
         quiet: bool,
         store_folder: str | None = None,
+        plan: str | None = None,
     ) -> None:
+        self._plan = plan
         self._store_folder = store_folder
         self._config = config
         self._summary = summary
@@ -132,6 +135,7 @@ class Launch:
             summary=self._summary,
             log=self._log,
             trace=self._trace,
+            plan=self._plan,
             quiet=self._quiet,
             num_worker_threads=max(1, _num_cores() // self._num_workers),
         )

@@ -21,7 +21,7 @@ from pipecomp.errors import ConfigError
 
 SECTIONS = [field.name for field in msgspec.structs.fields(RunConfig)]
 COMMANDS = [
-    *("launch RUN.toml", "coordinator RUN.toml", "worker"),
+    *("launch RUN.toml", "coordinator RUN.toml", "worker", "plan RUN.toml"),
     *("bench kernels", "bench convergence", "bench plots", "bench quality", "bench store", "bench errors"),
     "bench peer",
 ]

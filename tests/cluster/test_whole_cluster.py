@@ -20,6 +20,7 @@ from coordinator import preparation
 from coordinator.batches import Wanted
 from coordinator.console import PlainConsole
 from coordinator.events import Finish
+from coordinator.planning import as_tree, make_plan
 from coordinator.preparation import prepare_run
 from coordinator.saving import ModelSaver
 from coordinator.service import CoordinatorService, ServiceOptions, Surroundings
@@ -200,6 +201,25 @@ def plain_classifier(folder: Path, config: RunConfig) -> tuple[float, float]:
         loss_sum += float(out.loss)
         num_correct += model.config.id2label[int(out.logits.argmax())] == label
     return loss_sum / len(texts), num_correct / len(texts)
+
+
+async def test_a_run_sends_the_bytes_that_its_plan_says(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        data={"packing": False, "max_length": 24, "max_train_samples": 12},
+        train={"num_train_epochs": 3},
+        compression={"forward": {"codec": "delta", "bits": 4}, "backward": {"codec": "uniform", "bits": 8}},
+        cluster={"num_stages": 3},
+    )
+    figures = tmp_path / "figures.json"
+    figures.write_text(json.dumps({"workers": [{"multiply_adds_per_s": 1e9}] * 3}))
+    planned = make_plan(config, figures=str(figures), apart=False, cache_folder=None).prediction["traffic"]
+    _, summary = await Cluster(config).run()
+    measured = {kind: row["payload_bytes"] + row["header_bytes"] for kind, row in summary["traffic"].items()}
+    assert planned == {kind: pytest.approx(measured[kind], rel=0.01) for kind in planned}
+    kept = {row["message_bytes"] for row in summary["workers"].values()}
+    [as_written, *_] = as_tree(make_plan(config, figures=str(figures), apart=False, cache_folder=None))["settings"]
+    assert {row["kept_message_bytes"] for row in as_written["workers"]} == kept
 
 
 async def test_every_kind_of_traffic_is_in_the_summary_and_none_is_left_out(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ def test_the_version_is_the_packages():
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("launch", {"--set", "--summary", "--log", "--trace", "--store-folder", "--quiet"}),
-        ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--trace", "--quiet"}),
+        ("launch", {"--set", "--summary", "--log", "--trace", "--plan", "--store-folder", "--quiet"}),
+        ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--trace", "--plan", "--quiet"}),
+        ("plan", {"--figures", "--apart", "--json", "--set"}),
         (
             "worker",
             {
