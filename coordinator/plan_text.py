@@ -135,6 +135,8 @@ def _workers_table(plan: Plan, each: Forecast) -> str:
         )
     names = [plan.cluster.machines[rank].name for rank in too_large(each, plan.cluster)]
     lines += [f"{name} has too little memory for its layers." for name in names]
+    if names and not plan.config.train.gradient_checkpointing:
+        lines.append("train.gradient_checkpointing = true keeps far less of each microbatch, and computes a third more.")
     return "\n".join(lines)
 
 

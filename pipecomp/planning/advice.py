@@ -1,11 +1,11 @@
 """What to change in a run file, by comparing runs on paper. Pure.
 
-The rules, in this order:
-
-    bits            the widest setting whose run is at most a twentieth longer than the fastest one's: compress no more than pays
-    num_in_flight   the fewest whose step is at most a hundredth longer than the best: fewer need less memory
-    layers          the split whose busiest machine is least busy, of those that fit every machine's memory; kept as it is
-                    unless the step gets a hundredth shorter, or the split at hand does not fit
+    bits                      the widest setting whose run is at most a twentieth longer than the fastest one's: compress no more
+                              than pays
+    num_in_flight and layers  every shipped schedule is tried with the layers at hand and with those that it is best served by:
+                              the busiest machine least busy, every machine's memory kept to. Of those that fit, at most a
+                              hundredth longer than the shortest step: the layers at hand before others, then the fewest
+                              microbatches in flight, which need less memory
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from pipecomp.planning.choice import shipped_schedules
 from pipecomp.planning.forecast import (
     Cluster,
     Forecast,
+    Share,
     actions_in_flight,
     forecast,
+    shares_of,
     stage_memory_nbytes,
     stage_seconds,
+    step_s,
 )
 from pipecomp.planning.work import Width, Work
 from pipecomp.schedules import Schedule
@@ -106,38 +109,63 @@ def advise(work: Work, candidates: Sequence[Forecast], splits: Sequence[StagePla
     """
     chosen = choose_width(candidates)
     width, split = chosen.width, splits[list(candidates).index(chosen)]
-    name, schedule = _choose_schedule(work, width, cluster, split)
-    best = forecast(work, width, cluster, split, schedule)
-    layers = None
-    moved = _moved(work, cluster, split, schedule, best)
-    if moved is not None:
-        other = forecast(work, width, cluster, moved, schedule)
-        if too_large(best, cluster) or other.step_s * STEP_SLACK < best.step_s:
-            best, split, layers = other, moved, layer_counts(moved)
-    depth = schedule.num_in_flight if isinstance(schedule, OneFOneB) else None
-    return Advice(best, split, name, depth, layers, too_large(best, cluster))
+    tried = _trials(work, width, cluster, split)
+    fitting = [trial for trial in tried if not trial.too_large]
+    if fitting:
+        shortest = min(trial.step_s for trial in fitting)
+        short = [trial for trial in fitting if trial.step_s <= shortest * STEP_SLACK]
+        best = min(short, key=lambda trial: (trial.is_moved, trial.num_in_flight, trial.step_s))
+    else:
+        best = min(tried, key=lambda trial: (len(trial.too_large), trial.num_in_flight))
+    depth = best.schedule.num_in_flight if isinstance(best.schedule, OneFOneB) else None
+    return Advice(
+        forecast(work, width, cluster, best.split, best.schedule),
+        best.split,
+        best.schedule.name,
+        depth,
+        layer_counts(best.split) if best.is_moved else None,
+        best.too_large,
+    )
+
+
+class _Trial(NamedTuple):
+    """A schedule with a split."""
+
+    schedule: Schedule
+    split: StagePlan
+    is_moved: bool
+    """Whether it is another split than the one at hand."""
+    step_s: float
+    num_in_flight: int
+    too_large: tuple[int, ...]
+
+
+def _trials(work: Work, width: Width, cluster: Cluster, split: StagePlan) -> list[_Trial]:
+    trials = []
+    for schedule in shipped_schedules(len(split.shards), work.num_microbatches).values():
+        depth = max(actions_in_flight(work, split, schedule).values())
+        for each in dict.fromkeys((split, _moved(work, width, cluster, split, schedule))):
+            large = _too_large(shares_of(work, width, each, schedule), cluster)
+            length_s = step_s(work, width, cluster, each, schedule)
+            trials.append(_Trial(schedule, each, each != split, length_s, depth, large))
+    return trials
+
+
+def _moved(work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule) -> StagePlan:
+    """The best split for a schedule; the same one where none fits."""
+    shares = shares_of(work, width, split, schedule)
+    messages = [share.kept_nbytes if work.store == "memory" else 0.0 for share in shares]
+    try:
+        return best_split(work, cluster, split, schedule, messages)
+    except ConfigError:
+        return split
 
 
 def too_large(each: Forecast, cluster: Cluster) -> tuple[int, ...]:
     """Ranks that are to hold more than their machine has."""
-    pairs = zip(each.shares, cluster.machines, strict=True)
+    return _too_large(each.shares, cluster)
+
+
+def _too_large(shares: Sequence[Share], cluster: Cluster) -> tuple[int, ...]:
+    pairs = zip(shares, cluster.machines, strict=True)
     return tuple(rank for rank, (share, machine) in enumerate(pairs) if share.memory_nbytes > machine.memory_nbytes)
-
-
-def _choose_schedule(work: Work, width: Width, cluster: Cluster, split: StagePlan) -> tuple[str, Schedule]:
-    """The one that holds least of those that are about as fast as the fastest."""
-    tried = []
-    for schedule in shipped_schedules(len(split.shards), work.num_microbatches).values():
-        step_s = forecast(work, width, cluster, split, schedule).step_s
-        tried.append((step_s, max(actions_in_flight(work, split, schedule).values()), schedule))
-    fastest = min(step_s for step_s, _, _ in tried)
-    _, _, schedule = min((each for each in tried if each[0] <= fastest * STEP_SLACK), key=lambda each: (each[1], each[0]))
-    return schedule.name, schedule
-
-
-def _moved(work: Work, cluster: Cluster, split: StagePlan, schedule: Schedule, now: Forecast) -> StagePlan | None:
-    messages = [share.kept_nbytes if work.store == "memory" else 0.0 for share in now.shares]
-    try:
-        return best_split(work, cluster, split, schedule, messages)
-    except ConfigError:
-        return None

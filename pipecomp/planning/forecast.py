@@ -98,15 +98,10 @@ def forecast(work: Work, width: Width, cluster: Cluster, split: StagePlan, sched
         split: who holds what.
         schedule: the order of a step.
     """
-    ranks = split.ranks
-    no_backward = [StageIndex(s) for s, shard in enumerate(split.shards) if shard.end_layer <= work.first_trainable]
-    actions = without_backward(schedule.actions(ranks, work.num_microbatches), no_backward)
-    kept = _kept_part(work, width, split)
-    later_nbytes = kept * width.forward_nbytes + (1 - kept) * width.first_forward_nbytes
-    first = simulate_step(actions, _setting(work, width, cluster, split, width.first_forward_nbytes))
-    later = simulate_step(actions, _setting(work, width, cluster, split, later_nbytes))
+    later_nbytes = _later_nbytes(work, width, split)
+    first = _step(work, width, cluster, split, schedule, width.first_forward_nbytes)
+    later = _step(work, width, cluster, split, schedule, later_nbytes)
     around_s = _around_s(work, width, cluster, split)
-    shares = _shares(work, width, split, actions_in_flight(work, split, schedule))
     num_first = min(work.total_steps, work.steps_per_epoch) if width.message_nbytes else 0
     num_later = work.total_steps - num_first
     return Forecast(
@@ -120,8 +115,28 @@ def forecast(work: Work, width: Width, cluster: Cluster, split: StagePlan, sched
         num_later_steps=num_later,
         num_evaluations=work.evaluations.num_passes,
         traffic=_traffic(work, width, split, num_first * width.first_forward_nbytes + num_later * later_nbytes),
-        shares=shares,
+        shares=shares_of(work, width, split, schedule),
     )
+
+
+def step_s(work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule) -> float:
+    """Only the length of a step in later epochs, as `forecast` has it."""
+    step = _step(work, width, cluster, split, schedule, _later_nbytes(work, width, split))
+    return step.duration_s + _around_s(work, width, cluster, split)
+
+
+def _step(
+    work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule, forward_nbytes: float
+) -> Step:
+    no_backward = [StageIndex(s) for s, shard in enumerate(split.shards) if shard.end_layer <= work.first_trainable]
+    actions = without_backward(schedule.actions(split.ranks, work.num_microbatches), no_backward)
+    return simulate_step(actions, _setting(work, width, cluster, split, forward_nbytes))
+
+
+def _later_nbytes(work: Work, width: Width, split: StagePlan) -> float:
+    """Of a microbatch's activations once every sample that has room for its message has one."""
+    kept = _kept_part(work, width, split)
+    return kept * width.forward_nbytes + (1 - kept) * width.first_forward_nbytes
 
 
 def actions_in_flight(work: Work, split: StagePlan, schedule: Schedule) -> dict[StageIndex, int]:
@@ -252,7 +267,9 @@ def _weights_s(work: Work, cluster: Cluster, split: StagePlan) -> float:
     return max(times)
 
 
-def _shares(work: Work, width: Width, split: StagePlan, in_flight: dict[StageIndex, int]) -> tuple[Share, ...]:
+def shares_of(work: Work, width: Width, split: StagePlan, schedule: Schedule) -> tuple[Share, ...]:
+    """What each rank has to hold."""
+    in_flight = actions_in_flight(work, split, schedule)
     ends = _num_ends(split)
     shares = []
     for rank in range(max(split.ranks) + 1):

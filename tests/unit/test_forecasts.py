@@ -219,6 +219,16 @@ def test_advice_moves_layers_off_a_machine_that_is_too_small():
     assert found.too_large == ()
 
 
+def test_advice_holds_fewer_microbatches_before_it_moves_layers_off_a_machine_that_is_too_small():
+    # By default all six microbatches would be in flight on the first machine, each keeping 300 MB a block.
+    heavy = work(layers=tuple(layer._replace(kept_nbytes=300e6 if layer.kind == "block" else 0) for layer in work().layers))
+    cluster = Cluster(machines(1, 1, memory="1.3GB"))
+    before = [planned(heavy, width(), cluster, split(3, 3))]
+    assert too_large(before[0], cluster) == (0, 1)
+    found = advise(heavy, before, [split(3, 3)], cluster)
+    assert (found.layers, found.num_in_flight, found.too_large) == (None, 2, ())
+
+
 def test_advice_says_who_is_too_small_for_any_split():
     cluster = Cluster(machines(1, 1, memory="10MB"))
     found = advise(work(), at_widths(work(), cluster, split(3, 3), 100.0), [split(3, 3)], cluster)
