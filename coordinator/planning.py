@@ -25,7 +25,7 @@ from pipecomp.planning.advice import Advice, advise, too_large
 from pipecomp.planning.forecast import Cluster, Forecast, forecast
 from pipecomp.planning.machines import LayerSeconds, Machine, parse_figures
 from pipecomp.planning.work import Work
-from pipecomp.runtime.probe import kept_nbytes, probe_machine
+from pipecomp.runtime.probe import HANDLING_S, kept_nbytes, probe_machine
 from pipecomp.runtime.rehearsal import make_schedule
 
 
@@ -140,6 +140,7 @@ def _probed_cluster(config: RunConfig, run: ReadRun, *, apart: bool) -> Cluster:
         embedding=seconds["embedding"],
         updates_per_s=probe.updates_per_s,
         coded_values_per_s=probe.coded_values_per_s,
+        handling_s=HANDLING_S,
         memory=f"{memory_nbytes}B",
         up=config.cluster.link_rate,
         latency_ms=config.cluster.link_latency_ms,

@@ -145,13 +145,14 @@ def actions_in_flight(work: Work, split: StagePlan, schedule: Schedule) -> dict[
 
 
 def stage_seconds(work: Work, machine: Machine, shard: Shard) -> LayerSeconds:
-    """A shard on a machine, one microbatch."""
+    """A shard on a machine, one microbatch, handled."""
     block = work.block
     each = [
         machine.seconds(work.layers[layer], block, num_tokens=work.num_tokens, recompute=work.recompute)
         for layer in range(shard.first_layer, shard.end_layer)
     ]
-    return LayerSeconds(sum(one.forward_s for one in each), sum(one.backward_s for one in each))
+    forward_s, backward_s = sum(one.forward_s for one in each), sum(one.backward_s for one in each)
+    return LayerSeconds(forward_s + machine.handling_s, backward_s + machine.handling_s)
 
 
 def stage_memory_nbytes(work: Work, shard: Shard, num_in_flight: int) -> float:

@@ -48,6 +48,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Parameters that the optimizer steps a second. Default: no time."""
     coded_values_per_s: AboveZero | None = None
     """Activations encoded and decoded a second, both ends together. Default: no time."""
+    handling_s: NonNegative = 0.0
+    """Around each action of a stage: taking its input, handing on its result. Beside what coding takes."""
     memory: str | None = None
     up: str | None = None
     down: str | None = None

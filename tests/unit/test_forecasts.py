@@ -73,6 +73,11 @@ def test_control_messages_and_the_optimizer_come_on_top():
     assert one.step_s == pytest.approx(7 * 6 + 2 * 0.5 + 3 * 0.5 + 2)
 
 
+def test_every_action_of_a_stage_is_handled_once():
+    one = planned(work(), width(), Cluster(machines(1, 1, handling_s=0.25)), split(3, 3))
+    assert one.step_s == pytest.approx(7 * (6 + 2 * 0.25))
+
+
 def test_the_first_epoch_sends_larger_messages_where_the_codec_remembers():
     cluster = Cluster(machines(1, 1, up="8kbit"))  # 1000 bytes/s
     one = planned(work(), width(2000.0, 0.0, first_forward_nbytes=4000.0, message_nbytes=1.0), cluster, split(3, 3))
