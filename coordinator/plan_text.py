@@ -151,6 +151,8 @@ def _recommended(plan: Plan) -> str:
     cluster = [f'schedule = "{advice.schedule}"']
     if advice.num_in_flight is not None:
         cluster.append(f"num_in_flight = {advice.num_in_flight}")
+    elif plan.config.cluster.num_in_flight is not None:
+        cluster.append("# without num_in_flight")
     layers = advice.layers if advice.layers is not None else plan.config.cluster.layers
     if layers is not None:
         cluster.append(f"layers = [{', '.join(map(str, layers))}]")

@@ -247,6 +247,14 @@ def peer(
     experiment.run(json=json, rates=tuple(rates.split(",")) if rates else experiment.RATES, rounds=rounds)
 
 
+@bench.command("plan")
+def plan_accuracy(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
+    """The step that `pipecomp plan` says against the step that `pipecomp launch` takes, over several links. About ten minutes."""
+    from pipecomp.experiments import plan_accuracy as experiment
+
+    experiment.run(json=json)
+
+
 @bench.command()
 def errors(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
     """Relative error of each quantizer at 1 to 8 bits, on made and on recorded data."""

@@ -114,7 +114,7 @@ def advise(work: Work, candidates: Sequence[Forecast], splits: Sequence[StagePla
     if fitting:
         shortest = min(trial.step_s for trial in fitting)
         short = [trial for trial in fitting if trial.step_s <= shortest * STEP_SLACK]
-        best = min(short, key=lambda trial: (trial.is_moved, trial.num_in_flight, trial.step_s))
+        best = min(short, key=lambda trial: (trial.is_moved, trial.num_in_flight, trial.is_gpipe, trial.step_s))
     else:
         best = min(tried, key=lambda trial: (len(trial.too_large), trial.num_in_flight))
     depth = best.schedule.num_in_flight if isinstance(best.schedule, OneFOneB) else None
@@ -138,6 +138,11 @@ class _Trial(NamedTuple):
     step_s: float
     num_in_flight: int
     too_large: tuple[int, ...]
+
+    @property
+    def is_gpipe(self) -> bool:
+        """The default goes before it where both hold as much."""
+        return not isinstance(self.schedule, OneFOneB)
 
 
 def _trials(work: Work, width: Width, cluster: Cluster, split: StagePlan) -> list[_Trial]:

@@ -25,8 +25,8 @@ from pipecomp.runtime.stage import StageRuntime
 from pipecomp.types import Kind, SampleId, Shard
 
 HANDLING_S = 0.0015
-"""What a worker takes around each action: threads, event loop, messages. Not measured here but once, as processor time of the demo's
-workers beyond that of its layers, on two cores of an AMD EPYC."""
+"""What a worker takes around each action: threads, event loop, messages. Not measured here but once: processor time of the demo's
+workers beyond that of their layers, on two cores of an AMD EPYC."""
 
 _REPEATS = 7
 _WARM_UPS = 2

@@ -24,6 +24,7 @@ COMMANDS = [
     *("launch RUN.toml", "coordinator RUN.toml", "worker", "plan RUN.toml"),
     *("bench kernels", "bench convergence", "bench plots", "bench quality", "bench store", "bench errors"),
     "bench peer",
+    "bench plan",
 ]
 NO_DEFAULT = "–"
 

@@ -48,6 +48,7 @@ def test_the_version_is_the_packages():
         ("bench plots", set()),
         ("bench quality", {"--json", "--only", "--jobs"}),
         ("bench store", {"--json", "--folder"}),
+        ("bench plan", {"--json"}),
     ],
 )
 def test_every_command_has_these_flags_and_no_others(command, flags):

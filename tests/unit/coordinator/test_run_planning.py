@@ -91,6 +91,18 @@ def test_unequal_machines_get_layers_by_their_speed(tmp_path):
     assert "layers = [2, 4]" in format_plan(made)
 
 
+def test_a_depth_that_should_go_is_named_in_the_snippet(tmp_path):
+    # Transfers as long as compute: the textbook's depth of two lets each worker wait for the other.
+    few = {"num_stages": 2, "num_in_flight": 1}
+    slow = {"up": "20kbit", "block": {"forward_s": 0.2, "backward_s": 0.4}}
+    made = plan(tmp_path, slow, slow, cluster=few, train={"batch_size": 8, "num_microbatches": 8})
+    assert made.advice.schedule == "1f1b"
+    assert made.advice.forecast.step_s < made.forecasts[0].step_s
+    text = format_plan(made)
+    depth = made.advice.num_in_flight
+    assert ("# without num_in_flight" if depth is None else f"num_in_flight = {depth}") in text
+
+
 def test_messages_beyond_the_budget_are_told_with_what_to_do(tmp_path):
     made = plan(tmp_path, messages={"memory_budget": "20kB"})
     assert made.forecasts[0].shares[0].message_nbytes == 16 * 32 * 32 * 4
