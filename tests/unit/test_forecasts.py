@@ -208,6 +208,15 @@ def test_advice_moves_layers_only_where_a_step_gets_shorter():
     assert uneven.forecast.step_s == pytest.approx(42)
 
 
+def test_advice_leaves_layers_where_moving_them_gains_next_to_nothing():
+    layers = tuple(LayerWork("block", cost, 0, 0, 0.0) for cost in (1.0, 1.0, 0.015, 0.015, 1.0, 1.0))
+    small = work(layers=layers)
+    cluster = Cluster((Machine(multiply_adds_per_s=8.0),) * 2)
+    before = [planned(small, width(), cluster, split(4, 2))]
+    assert best_split(small, cluster, split(4, 2), GPipe(), [0.0] * 2) == split(3, 3)
+    assert advise(small, before, [split(4, 2)], cluster).layers is None
+
+
 def test_advice_holds_no_more_microbatches_than_a_fast_step_needs():
     cluster = Cluster(machines(1, 1))
     found = advise(work(), at_widths(work(), cluster, split(3, 3), 100.0), [split(3, 3)], cluster)
