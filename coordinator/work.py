@@ -16,7 +16,7 @@ from coordinator.batches import Batches
 from coordinator.preparation import ReadRun, split_model
 from pipecomp.buffers.formats import MessageFormat
 from pipecomp.buffers.opening import capacity_nbytes
-from pipecomp.config import CodecOptions, RunConfig, parse_size
+from pipecomp.config import CodecOptions, RunConfig
 from pipecomp.data.samples import Dataset
 from pipecomp.models.base import Model
 from pipecomp.partition import StagePlan
@@ -25,6 +25,7 @@ from pipecomp.protocol import wire
 from pipecomp.protocol.messages import SampleHeader, TensorMessage
 from pipecomp.runtime.rehearsal import make_codec
 from pipecomp.types import Kind, TensorSpec
+from pipecomp.units import parse_size
 
 AS_WRITTEN = "as written"
 UNCOMPRESSED = "fp32"

@@ -140,7 +140,7 @@ def worker(
     """Hold some of a model's layers and train them."""
     if device not in ("cpu", "auto"):
         raise typer.BadParameter(f"{device!r} is not supported; allowed: cpu, auto", param_hint="--device")
-    from pipecomp.config import parse_size
+    from pipecomp.units import parse_size
     from workers.service import WorkerOptions, default_name, run_worker
 
     options = WorkerOptions(

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from pipecomp.errors import ConfigError
+from pipecomp.units import parse_rate, parse_size
 
 _LARGEST = 2**63 - 1  # what a message can carry
 Positive = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
@@ -158,25 +159,7 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     cluster: ClusterConfig = ClusterConfig()
 
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s)?", re.IGNORECASE)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b", re.IGNORECASE)
 _PATHS = (("model", "name"), ("data", "train"), ("data", "eval"), ("data", "tokenizer"))
-
-
-def parse_rate(text: str, key: str) -> float:
-    """Bytes per second of a rate such as `100mbit`. Raises ConfigError naming `key`."""
-    match = _RATE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise ConfigError(f"{key} = {text!r}: write a rate above zero such as '500kbit', '20mbit' or '1gbit'")
-    return float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2].lower()] / 8
-
-
-def parse_size(text: str, key: str) -> int:
-    """Bytes of a size such as `4GB` (decimal units). Raises ConfigError naming `key`."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{key} = {text!r}: write a size such as '500MB', '16GB' or '1.5TB'")
-    return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match[2].lower()])
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -21,8 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--message-disk", metavar="SIZE", help="disk for messages; default: the run file's")
     options = parser.parse_args(arguments)
 
-    from pipecomp.config import parse_size
     from pipecomp.errors import PipecompError
+    from pipecomp.units import parse_size
     from workers.service import WorkerOptions, default_name, run_worker
 
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.config import ModelConfig, RunConfig, parse_rate, parse_run_config
+from pipecomp.config import ModelConfig, RunConfig, parse_run_config
 from pipecomp.errors import ConfigError, PeerLost, PipecompError, RemoteProtocolError
 from pipecomp.models.base import StageModule
 from pipecomp.protocol import messages as m
@@ -23,6 +23,7 @@ from pipecomp.runtime.pipeline import StepRefused as PipelineRefused
 from pipecomp.runtime.stores import StoreHome
 from pipecomp.runtime.trace import Recorder
 from pipecomp.transport.base import Address, Transport
+from pipecomp.units import parse_rate
 from workers import events as e
 
 _CONNECT_S = 60.0

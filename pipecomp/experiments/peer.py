@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp import results
-from pipecomp.config import parse_rate, parse_run_config, resolved_toml
+from pipecomp.config import parse_run_config, resolved_toml
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.experiments.torch_pipeline import Sizes
 from pipecomp.testing.hosts import NamespaceHosts, why_not
+from pipecomp.units import parse_rate
 
 COMMAND, RESULTS = "pipecomp bench peer --json", Path("docs/results/peer.json")
 PEER = "torch.distributed.pipelining"

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from pipecomp.config import parse_rate, parse_size
 from pipecomp.errors import ConfigError
 from pipecomp.planning.work import LayerWork
+from pipecomp.units import parse_rate, parse_size
 
 _FINITE: Final = 1e300
 AboveZero = Annotated[float, msgspec.Meta(gt=0, le=_FINITE)]

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from pipecomp.buffers.base import MessageBuffer
 from pipecomp.buffers.opening import StoreSettings, open_buffer
 from pipecomp.buffers.retention import Retention
-from pipecomp.config import MessagesConfig, RunConfig, config_hash, parse_size
+from pipecomp.config import MessagesConfig, RunConfig, config_hash
 from pipecomp.protocol.messages import Assignment
+from pipecomp.units import parse_size
 
 _BEFORE_ANY_STEP = 0
 
