@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from pipecomp.config import parse_rate
+from pipecomp.units import parse_rate
 from pipecomp.errors import ConfigError
 
 DEVICE = "eth0"
