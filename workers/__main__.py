@@ -16,13 +16,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", metavar="FOLDER", help="read weights from here instead of getting them sent")
     parser.add_argument("--config-hash", default="", metavar="HASH", help="take part only in a run of this configuration")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads; 0: as many as there are cores")
+    parser.add_argument("--device", choices=("cpu", "auto"), default="cpu", help="where to compute")
     parser.add_argument("--store-folder", metavar="FOLDER", help="keep messages here; default: a temporary folder")
     parser.add_argument("--message-memory", metavar="SIZE", help="memory for messages, such as 4GB; default: the run file's")
     parser.add_argument("--message-disk", metavar="SIZE", help="disk for messages; default: the run file's")
     options = parser.parse_args(arguments)
 
     from pipecomp.errors import PipecompError
-    from pipecomp.units import parse_size
     from workers.service import WorkerOptions, default_name, run_worker
 
     try:
@@ -35,14 +35,21 @@ def main(arguments: list[str] | None = None) -> int:
                 model_folder=options.model,
                 config_hash=options.config_hash,
                 num_threads=options.threads,
+                device=options.device,
                 store_folder=options.store_folder,
-                message_memory_nbytes=options.message_memory and parse_size(options.message_memory, "--message-memory"),
-                message_disk_nbytes=options.message_disk and parse_size(options.message_disk, "--message-disk"),
+                message_memory_nbytes=_size(options.message_memory, "--message-memory"),
+                message_disk_nbytes=_size(options.message_disk, "--message-disk"),
             )
         )
     except PipecompError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+
+
+def _size(text: str | None, flag: str) -> int | None:
+    from pipecomp.units import parse_size
+
+    return None if text is None else parse_size(text, flag)
 
 
 if __name__ == "__main__":
