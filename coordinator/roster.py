@@ -51,9 +51,11 @@ class Identity(NamedTuple):
 class Roster:
     """The members of one run, at most `num_workers`."""
 
-    def __init__(self, num_workers: int, version: str) -> None:
+    def __init__(self, num_workers: int, version: str, *, is_on_disk: bool) -> None:
+        """`is_on_disk`: whether the run keeps messages on disk."""
         self.num_workers = num_workers
         self._version = version
+        self._is_on_disk = is_on_disk
         self._members: dict[Peer, Member] = {}
 
     def __len__(self) -> int:
@@ -93,6 +95,11 @@ class Roster:
         if not _NAME.fullmatch(join.worker):
             return (
                 f"worker name {join.worker!r} cannot be used; choose 1 to 64 letters, digits, '.', '_' or '-' with --name"
+            )
+        if join.keeps_messages and not self._is_on_disk:
+            return (
+                f"worker {join.worker!r} has --store-folder, and messages.store = 'memory' keeps nothing in a folder; leave the "
+                "option out, or set messages.store = 'disk' or 'tiered'"
             )
         return self._hash_objection(join, terms) or self._place_objection(join)
 

@@ -69,7 +69,8 @@ class CoordinatorState:
     def __init__(self, config: RunConfig, identity: Identity) -> None:
         self._config = config
         self._identity = identity
-        self._roster = Roster(config.cluster.num_stages * config.cluster.num_replicas, identity.version)
+        num_workers = config.cluster.num_stages * config.cluster.num_replicas
+        self._roster = Roster(num_workers, identity.version, is_on_disk=config.messages.is_on_disk)
         self._blame = Blame(config.cluster.heartbeat_timeout_s)
         self._early: dict[Peer, m.Join] = {}  # joins that came before the terms
         self._ready: set[Peer] = set()

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from pipecomp.units import parse_rate
 from pipecomp.errors import ConfigError
+from pipecomp.units import parse_rate
 
 DEVICE = "eth0"
 MIRROR = "ifb0"  # what comes in is queued here, as if it were sent

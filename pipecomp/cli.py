@@ -39,7 +39,7 @@ PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="What `pipecomp plan --json` printed, told beside the outcome.")
 ]
 StoreFolder = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Keep messages on disk here, and find them again. Default: a temporary one.")
+    str | None, typer.Option(metavar="FOLDER", help="Keep messages on disk here, and find them again. Default: a temporary one.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 
@@ -71,7 +71,7 @@ def launch(
     from pipecomp.launching import launch_run
 
     files = {"summary": _text(summary), "log": _text(log), "trace": _text(trace), "plan": _text(plan_file)}
-    _leave(launch_run(config, **files, store_folder=_text(store_folder), quiet=quiet))
+    _leave(launch_run(config, **files, store_folder=store_folder, quiet=quiet))
 
 
 @app.command()
@@ -152,7 +152,7 @@ def worker(
         config_hash=config_hash or "",
         num_threads=threads,
         device=device,
-        store_folder=_text(store_folder),
+        store_folder=store_folder,
         message_memory_nbytes=None if message_memory is None else parse_size(message_memory, "--message-memory"),
         message_disk_nbytes=None if message_disk is None else parse_size(message_disk, "--message-disk"),
     )

@@ -123,6 +123,11 @@ class MessagesConfig(_Section, frozen=True, kw_only=True):
     direct_io: bool = False
     """Read from the disk itself, past the operating system's cache."""
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether a folder is of any use."""
+        return self.store != "memory"
+
 
 class ClusterConfig(_Section, frozen=True, kw_only=True):
     """How many machines, what each holds, and how long silence is patience."""

@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 from pipecomp.config import RunConfig
-from pipecomp.errors import PipecompError, WorkerFailed
+from pipecomp.errors import ConfigError, PipecompError, WorkerFailed
+from pipecomp.folders import check_store_folder
 
 _APPS = ("coordinator.process", "workers.service")
 COORDINATOR = "coordinator"
@@ -58,6 +59,12 @@ def launch_run(
     plan: str | None = None,
 ) -> int:
     """Run everything to its end and return the exit code."""
+    if store_folder is not None and not config.messages.is_on_disk:
+        raise ConfigError(
+            f"--store-folder {store_folder} needs messages.store = 'disk' or 'tiered'; with {config.messages.store!r} nothing "
+            "is kept in a folder"
+        )
+    check_store_folder(store_folder)
     preload(config)
     return Launch(config, summary=summary, log=log, trace=trace, quiet=quiet, store_folder=store_folder, plan=plan).run()
 

@@ -166,7 +166,8 @@ class AssignedWork:
             self._links,
             Engine(self._compute, self._codec_threads, self._home, self.recorder),
         )
-        self._pipeline = await self._codec_threads.run(maker.make)  # opens stores, which reads their folders
+        self._note("opening message stores")
+        self._pipeline = await self._codec_threads.run(maker.make)  # which reads their folders
         self._pipeline.activity = self.activity
         for inbox in maker.inboxes.values():
             self._background.append(asyncio.create_task(inbox.run(), name=inbox.link.name))

@@ -28,6 +28,7 @@ from pipecomp.errors import (
     PipecompError,
     TransportError,
 )
+from pipecomp.folders import check_store_folder
 from pipecomp.protocol import messages as m
 from pipecomp.protocol import spans, wire
 from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session
@@ -375,6 +376,7 @@ async def _run(options: WorkerOptions) -> e.Finish:
     source = source_address(options.coordinator)
     if options.advertise is not None:
         check_advertised(options.advertise)
+    check_store_folder(options.store_folder)
     work = AssignedWork(
         name=options.name,
         data_address=Address(f"tcp://{options.bind}"),

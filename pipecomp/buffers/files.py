@@ -81,17 +81,31 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> tuple[Path, ...]:
+    """Make a folder, and those that it is in; those that were not there, innermost first. Raises StoreError."""
+    missing = tuple(each for each in (path, *path.parents) if not each.exists())
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise _cannot_be_written(path, e) from e
+    return missing
+
+
+def _cannot_be_written(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"message store {path}: {error.strerror}; choose a folder that can be written (--store-folder)")
+
+
 class StoreFolder:
     """A folder that this process alone has open, and that belongs to `identity`."""
 
     def __init__(self, path: Path, identity: Identity) -> None:
         """Raises StoreError: the folder is in use, cannot be written, or holds something else. Says what to do."""
         self.path = path
+        make_folder(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as e:
-            raise StoreError(f"message store {path}: {e.strerror}; choose a folder that can be written") from e
+            raise _cannot_be_written(path, e) from e
         try:
             self._take_lock()
             self._check_manifest(dict(identity))
@@ -158,15 +172,18 @@ class StoreFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise StoreError(
-                f"message store {self.path}: another process has it open; wait for it to end or choose another folder"
+                f"message store {self.path}: another process has it open; wait for it to end or choose another folder "
+                "(--store-folder)"
             ) from e
         except OSError as e:
-            raise StoreError(f"message store {self.path} cannot be locked: {e.strerror}; choose a folder on a local disk") from e
+            raise StoreError(
+                f"message store {self.path} cannot be locked: {e.strerror}; choose a folder on a local disk (--store-folder)"
+            ) from e
 
     def _check_manifest(self, identity: dict[str, Any]) -> None:
         manifest = self.path / "store.json"
         ours = {"format": FORMAT_VERSION, "identity": identity}
-        advice = "delete the folder or choose another"
+        advice = "delete the folder or choose another (--store-folder)"
         try:
             if not manifest.exists():
                 strangers = sorted(p.name for p in self.path.iterdir() if p.name not in ("lock", "store.json.new"))
@@ -177,7 +194,7 @@ class StoreFolder:
                 self.replace(manifest, json.dumps(ours, indent=1, sort_keys=True).encode())
             found = json.loads(manifest.read_bytes())
         except OSError as e:
-            raise StoreError(f"message store {self.path}: {e.strerror}; choose a folder that can be written") from e
+            raise _cannot_be_written(self.path, e) from e
         except ValueError as e:
             raise StoreError(f"message store {self.path}: store.json cannot be read ({e}); {advice}") from e
         if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):

@@ -10,6 +10,7 @@ memory of their own beside `memory_nbytes`: an eighth of it in each direction, a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ from urllib.parse import quote
 
 from pipecomp.buffers.base import MessageBuffer
 from pipecomp.buffers.disk import DiskBuffer, DiskLimits, nobody_hears
-from pipecomp.buffers.files import Identity
+from pipecomp.buffers.files import Identity, make_folder
 from pipecomp.buffers.formats import MessageDtype, MessageFormat
 from pipecomp.buffers.memory import MemoryBuffer
 from pipecomp.buffers.tiered import TieredBuffer
@@ -78,6 +79,7 @@ def open_buffer(
         return MemoryBuffer(message_format)
     staging_nbytes = min(max(settings.memory_nbytes // 8, _LEAST_STAGING_NBYTES), _MOST_STAGING_NBYTES)
     folder = _temporary_folder() if settings.folder is None else settings.folder / quote(name, safe="")
+    made = make_folder(folder)
     try:
         _check_free(folder, settings.disk_nbytes)
         disk = DiskBuffer(
@@ -96,6 +98,9 @@ def open_buffer(
     except StoreError:
         if settings.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
+        for path in made:
+            with contextlib.suppress(OSError):  # something is in it
+                path.rmdir()
         raise
     return disk if settings.store == "disk" else TieredBuffer(settings.memory_nbytes, disk)
 
@@ -104,18 +109,19 @@ def _temporary_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="pipecomp-store-"))
     except OSError as e:
-        raise StoreError(f"no temporary folder for messages: {e.strerror}; name a folder on a disk with space") from e
+        raise StoreError(
+            f"no temporary folder for messages: {e.strerror}; name a folder on a disk with space (--store-folder)"
+        ) from e
 
 
 def _check_free(folder: Path, wanted_nbytes: int) -> None:
     """What the folder has already counts as free: it is part of what is wanted."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
     own = sum(path.stat().st_size for path in folder.glob("*.segment"))
-    free = shutil.disk_usage(existing).free + own
+    free = shutil.disk_usage(folder).free + own
     if free < LEAST_FREE_NBYTES:
         raise StoreError(
             f"message store {folder}: its disk has {free >> 20} MiB free and {LEAST_FREE_NBYTES >> 20} MiB are the least; "
-            "free space or choose another folder"
+            "free space or choose another folder (--store-folder)"
         )
     if free < wanted_nbytes:
         _log.warning(

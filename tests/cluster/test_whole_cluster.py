@@ -27,6 +27,7 @@ from coordinator.service import CoordinatorService, ServiceOptions, Surroundings
 from coordinator.summary import make_summary
 from pipecomp import __version__
 from pipecomp.config import RunConfig, config_hash, parse_run_config
+from pipecomp.errors import StoreError
 from pipecomp.runtime import assembly, rehearsal
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.stage import StageRuntime
@@ -414,3 +415,13 @@ async def test_a_worker_that_fails_is_named_with_its_stage_and_what_it_was_doing
     assert "worker-1" in finish.cause
     assert "backward of microbatch 0 on stage 1" in finish.cause
     assert "out of memory" in finish.cause
+
+
+async def test_a_store_that_cannot_be_opened_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_store(*_: Any, **__: Any) -> None:
+        raise StoreError("message store kept: No space left on device")
+
+    monkeypatch.setattr(assembly, "open_store", no_store)
+    forward = {"codec": "delta", "bits": 4}
+    finish, _ = await Cluster(make_config(tmp_path, compression={"forward": forward})).run()
+    assert "last heard opening message stores: message store kept: No space left on device" in finish.cause

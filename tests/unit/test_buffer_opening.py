@@ -86,6 +86,11 @@ def test_a_disk_that_is_nearly_full_is_refused(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_told_as_that_and_not_as_a_full_disk() -> None:
+    with pytest.raises(StoreError, match=r"^message store /proc/nope/x/0: No such file .*; choose .* \(--store-folder\)$"):
+        open_buffer(settings("disk", Path("/proc/nope/x")), {}, "0")
+
+
 def test_a_disk_with_less_than_the_budget_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,6 +105,31 @@ def test_an_address_that_makes_no_sense_is_refused_before_anything_is_dialled(ar
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [("launch", "{0}/run.toml"), ("worker", "--coordinator", "127.0.0.1:1")])
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [
+        ("", "error: --store-folder '': name a folder (. is the current one), or leave the option out"),
+        ("{0}/run.toml", "error: --store-folder {0}/run.toml: this is a file; name a folder"),
+        ("{0}/run.toml/x", "error: --store-folder {0}/run.toml/x: Not a directory; choose a folder that can be written"),
+        ("/proc/nope/x", "error: --store-folder /proc/nope/x: No such file or directory; choose a folder that can be written"),
+    ],
+)
+def test_a_store_folder_that_cannot_be_used_is_refused_before_anything_is_started(command, folder, text, tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n[messages]\nstore = "disk"\n')
+    arguments = [word.format(tmp_path) for word in (*command, "--store-folder", folder)]
+    result = run(*arguments)
+    assert result.stderr == text.format(tmp_path) + "\n"
+    assert result.returncode == 1
+
+
+def test_a_store_folder_where_messages_stay_in_memory_is_refused_by_launch(tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n')
+    result = run("launch", str(tmp_path / "run.toml"), "--store-folder", str(tmp_path / "kept"))
+    assert result.stderr.startswith(f"error: --store-folder {tmp_path}/kept needs messages.store = 'disk' or 'tiered'; with 'mem")
+    assert not (tmp_path / "kept").exists()
+
+
 def test_a_device_that_is_not_supported_is_refused():
     result = run("worker", "--coordinator", "h:1", "--device", "tpu")
     assert result.returncode == 2

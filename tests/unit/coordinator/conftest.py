@@ -14,12 +14,13 @@ EPOCH = ASSIGNMENT_EPOCH
 REPORT = m.StepReport(compute_s=0.0, peak_memory_nbytes=0, message_nbytes=0, traffic=(), meters=())
 
 
-def make_config(num_workers: int = 2, train: dict[str, object] | None = None) -> RunConfig:
+def make_config(num_workers: int = 2, train: dict[str, object] | None = None, store: str = "memory") -> RunConfig:
     return parse_run_config(
         {
             "model": {"name": "m"},
             "data": {"train": "t.jsonl"},
             "train": {"learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", **(train or {})},
+            "messages": {"store": store},
             "cluster": {"num_stages": num_workers},
         }
     )
@@ -56,9 +57,11 @@ def make_join(worker: str, **changes: object) -> m.Join:
 class Script:
     """A coordinator and what it did last. Worker i is peer i and is called w<i>."""
 
-    def __init__(self, num_workers: int = 2, train: dict[str, object] | None = None, **terms: int) -> None:
+    def __init__(
+        self, num_workers: int = 2, train: dict[str, object] | None = None, store: str = "memory", **terms: int
+    ) -> None:
         self.num_workers = num_workers
-        self.state = CoordinatorState(make_config(num_workers, train), Identity("run1", "1.0", "memory://weights"))
+        self.state = CoordinatorState(make_config(num_workers, train, store), Identity("run1", "1.0", "memory://weights"))
         self.terms = make_terms(num_workers, **terms)
         self.now = 0.0
         self.log: list[e.Record] = []

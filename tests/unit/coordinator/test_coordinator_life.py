@@ -102,6 +102,21 @@ def test_a_name_that_cannot_stand_in_a_link_is_refused(make_script, join):
     assert "'a/b'" in refused.message.reason
 
 
+def test_a_worker_with_a_folder_is_refused_where_messages_stay_in_memory(make_script, join):
+    script = make_script(store="memory")
+    script.do(e.TermsReady(script.terms))
+    refused, _ = script.say(0, join("w0", keeps_messages=True))
+    assert refused.message.reason.startswith("worker 'w0' has --store-folder, and messages.store = 'memory' keeps nothing")
+
+
+@pytest.mark.parametrize("store", ["disk", "tiered"])
+def test_a_worker_with_a_folder_is_let_in_where_messages_are_on_disk(make_script, join, store):
+    script = make_script(store=store)
+    script.do(e.TermsReady(script.terms))
+    (sent,) = script.say(0, join("w0", keeps_messages=True))
+    assert isinstance(sent.message, m.Welcome)
+
+
 def test_training_starts_once_everyone_is_ready(make_script):
     assert make_script().ready() == [step(1)]
 
