@@ -13,7 +13,7 @@ import numpy as np
 from coordinator.events import BatchSize
 from pipecomp.config import TrainConfig
 from pipecomp.data.batching import eval_batches, num_batches, plan_batches
-from pipecomp.data.samples import Dataset, Sample
+from pipecomp.data.samples import Dataset, Int64Array, Sample
 from pipecomp.protocol.messages import EvaluationPlan, SampleRef, StepPlan
 
 EVALUATION_MICROBATCHES = 32
@@ -48,6 +48,11 @@ class Batches:
         if self._held_out is None:
             return ()
         return tuple(_size(self._held_out, part) for part in self._evaluation_parts)
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each training sample, (num_samples,)."""
+        return self._train.table.lengths
 
     def size(self, step: int) -> BatchSize:
         """What the batch of `step` holds."""

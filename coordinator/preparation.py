@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from coordinator.batches import Batches, Wanted
+from coordinator.budgets import capacity_nbytes
 from coordinator.events import RunTerms, StageSplit
 from pipecomp.config import RunConfig, config_hash
 from pipecomp.data.classes import choose_classes, number_classes
@@ -26,7 +27,7 @@ from pipecomp.models.base import CLASSIFICATION, Model
 from pipecomp.partition import StagePlan, plan_stages
 from pipecomp.protocol.messages import Assignment, Join, StageAddress, TensorEntry
 from pipecomp.runtime.rehearsal import CODED_KINDS, make_codec, make_schedule
-from pipecomp.runtime.stores import StoreHome, count_ends, store_settings
+from pipecomp.runtime.stores import count_ends
 from pipecomp.types import Kind, TensorSpec
 
 if TYPE_CHECKING:
@@ -101,16 +102,10 @@ class PreparedRun(NamedTuple):
                 worker=joins[rank].worker,
                 data_address=joins[rank].data_address,
                 needs_input_gradient=first_trainable < shard.first_layer,
-                message_nbytes=store_settings(self.config.messages, _home(joins[rank]), num_ends[rank]).capacity_nbytes,
+                message_nbytes=capacity_nbytes(self.config, joins[rank], num_ends[rank]),
             )
             for stage, (shard, rank) in enumerate(zip(self.stage_plan.shards, self.stage_plan.ranks, strict=True))
         )
-
-
-def _home(join: Join) -> StoreHome:
-    """Where a worker keeps messages, as far as a budget depends on it."""
-    folder = Path() if join.keeps_messages else None
-    return StoreHome(folder, join.message_memory_nbytes, join.message_disk_nbytes)
 
 
 class ReadRun(NamedTuple):

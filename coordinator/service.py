@@ -18,6 +18,7 @@ import msgspec
 
 from coordinator import events as e
 from coordinator.batches import Wanted
+from coordinator.budgets import describe_budget
 from coordinator.console import Console
 from coordinator.ledger import Ledger
 from coordinator.peers import Peers
@@ -216,6 +217,8 @@ class CoordinatorService:
         assert self._desk is not None
         self._ranks, self._workers = effect.peers, tuple(join.worker for join in effect.joins)
         self._around.console.say(describe_split(run, effect.joins))
+        if shortage := describe_budget(run, effect.joins):
+            self._around.console.say(shortage)
         self._around.console.begin(run.terms.total_steps, self._config.train.logging_steps)
         for rank, (peer, join) in enumerate(zip(effect.peers, effect.joins, strict=True)):
             assignment = run.assignment(

@@ -24,8 +24,10 @@ from pipecomp.buffers.disk import DiskBuffer, DiskLimits, nobody_hears
 from pipecomp.buffers.files import Identity, make_folder
 from pipecomp.buffers.formats import MessageDtype, MessageFormat
 from pipecomp.buffers.memory import MemoryBuffer
+from pipecomp.buffers.records import record_nbytes
 from pipecomp.buffers.tiered import TieredBuffer
 from pipecomp.errors import StoreError
+from pipecomp.types import TensorSpec
 
 StoreKind = Literal["memory", "disk", "tiered"]
 
@@ -63,6 +65,12 @@ def capacity_nbytes(store: StoreKind, memory_nbytes: int, disk_nbytes: int, *, i
             return disk_nbytes // 2
         case "tiered":
             return disk_nbytes // 2 + (0 if is_kept else memory_nbytes)
+
+
+def kept_nbytes(store: StoreKind, dtype: MessageDtype, spec: TensorSpec) -> int:
+    """What a kept message of this shape takes of a buffer's capacity, as the buffer itself counts it."""
+    payload = MessageFormat(dtype).nbytes(spec)
+    return payload if store == "memory" else record_nbytes(payload)
 
 
 def open_buffer(

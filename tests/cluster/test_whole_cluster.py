@@ -61,7 +61,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         "cluster": {"num_stages": 2, "heartbeat_timeout_s": 60.0},  # one process, and perhaps a busy machine
     }
     for name, values in sections.items():
-        tree[name] |= values
+        tree[name] = tree.get(name, {}) | values
     return parse_run_config(tree)
 
 
@@ -417,11 +417,26 @@ async def test_a_worker_that_fails_is_named_with_its_stage_and_what_it_was_doing
     assert "out of memory" in finish.cause
 
 
-async def test_a_store_that_cannot_be_opened_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_store(*_: Any, **__: Any) -> None:
+@pytest.fixture
+def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_store(*_: Any, **__: Any) -> None:
         raise StoreError("message store kept: No space left on device")
 
-    monkeypatch.setattr(assembly, "open_store", no_store)
-    forward = {"codec": "delta", "bits": 4}
-    finish, _ = await Cluster(make_config(tmp_path, compression={"forward": forward})).run()
+    monkeypatch.setattr(assembly, "open_store", open_store)
+
+
+async def test_a_store_that_cannot_be_opened_is_told_as_that(tmp_path: Path, no_store: None) -> None:
+    finish, _ = await Cluster(make_config(tmp_path, compression={"forward": {"codec": "delta", "bits": 4}})).run()
     assert "last heard opening message stores: message store kept: No space left on device" in finish.cause
+
+
+async def test_a_budget_that_is_too_small_is_told_before_training(tmp_path: Path, no_store: None) -> None:
+    config = make_config(
+        tmp_path,
+        compression={"forward": {"codec": "delta", "bits": 4}},
+        messages={"memory_budget": "50kB"},
+        train={"num_train_epochs": 2},
+    )
+    cluster = Cluster(config)
+    await cluster.run()
+    assert "messages: link 0-1 has room for 47% of them (50.0 kB of 106.5 kB at each end)" in cluster.output.getvalue()
