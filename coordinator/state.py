@@ -26,7 +26,7 @@ from pipecomp.config import RunConfig
 from pipecomp.errors import LocalProtocolError, RemoteProtocolError
 from pipecomp.protocol import messages as m
 from pipecomp.protocol import spans
-from pipecomp.protocol.session import PeerSilent, Session
+from pipecomp.protocol.session import PeerSilent, Session, loading_timeout_s
 
 ASSIGNMENT_EPOCH = 1
 GOODBYE_TIMEOUT_S = 5.0
@@ -130,7 +130,8 @@ class CoordinatorState:
             self._log(e.WorkerTurnedAway(join.worker, objection))
             return
         cluster = self._config.cluster
-        self._roster.admit(peer, join, Session(cluster.heartbeat_interval_s, cluster.heartbeat_timeout_s, now))
+        patience_s = loading_timeout_s(cluster.heartbeat_timeout_s)
+        self._roster.admit(peer, join, Session(cluster.heartbeat_interval_s, patience_s, now))
         welcome = m.Welcome(
             run=self._identity.run,
             worker=join.worker,
@@ -167,6 +168,8 @@ class CoordinatorState:
         )
         if len(self._ready) < self._roster.num_workers:
             return
+        for each in self._roster.members:
+            each.session.be_patient(self._config.cluster.heartbeat_timeout_s, now)
         if self._terms is not None and self._terms.evaluation_sizes:
             self._evaluate(now)
         else:

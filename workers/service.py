@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from pipecomp.errors import (
 from pipecomp.folders import check_store_folder
 from pipecomp.protocol import messages as m
 from pipecomp.protocol import spans, wire
-from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session
+from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session, loading_timeout_s
 from pipecomp.runtime.memory import peak_memory_nbytes
 from pipecomp.runtime.preloading import import_all
 from pipecomp.runtime.stores import StoreHome
@@ -79,6 +79,7 @@ class WorkerService:
         control: Transport,
         work: AssignedWork,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`say` is told, in words, how far the worker is."""
@@ -89,12 +90,14 @@ class WorkerService:
         self._control = control
         self._work = work
         self._clock = clock
+        self._sleep = sleep
         self._events: asyncio.Queue[e.Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._step_task: asyncio.Task[None] | None = None
         self._connection: Connection | None = None
         self._session: Session | None = None
         self._round_trips: list[m.RoundTrip] = []
+        self._is_under_way = False  # all workers are ready
         self._finish: e.Finish | None = None
 
     async def run(self) -> e.Finish:
@@ -131,16 +134,22 @@ class WorkerService:
             effects = self.state.handle(event, now=self._clock())
         except PipecompError as error:
             effects = self.state.handle(e.WorkFailed(activity=self._work.activity.text, reason=str(error)), now=self._clock())
-        if isinstance(event, e.MessageReceived) and isinstance(event.message, m.Welcome):
-            self._welcomed(event.message)
+        if isinstance(event, e.MessageReceived):
+            self._heed(event.message)
         for effect in effects:
             await self._perform(effect)
 
-    def _welcomed(self, welcome: m.Welcome) -> None:
-        self._session = Session(
-            interval_s=welcome.heartbeat_interval_s, timeout_s=welcome.heartbeat_timeout_s, now=self._clock()
-        )
-        self._say(f"{welcome.worker}: joined; waiting for the other workers")
+    def _heed(self, message: m.Message) -> None:
+        """What a message means for the patience with the coordinator: more until its first plan, for which all are ready."""
+        welcome = self.state.welcome
+        if isinstance(message, m.Welcome):
+            patience_s = loading_timeout_s(message.heartbeat_timeout_s)
+            self._session = Session(interval_s=message.heartbeat_interval_s, timeout_s=patience_s, now=self._clock())
+            self._say(f"{message.worker}: joined; waiting for the other workers")
+        elif isinstance(message, m.StepPlan | m.EvaluationPlan) and not self._is_under_way:
+            assert self._session is not None and welcome is not None
+            self._is_under_way = True
+            self._session.be_patient(welcome.heartbeat_timeout_s, self._clock())
 
     async def _perform(self, effect: e.Effect) -> None:
         work = self._work
@@ -220,7 +229,7 @@ class WorkerService:
                         f"no coordinator answers at {self.options.coordinator} after {_DIAL_S:.0f} s ({error}). Is it running, "
                         "is the address right, and does its firewall let this port through?"
                     ) from error
-            await asyncio.sleep(_TICK_S)
+            await self._sleep(_TICK_S)
 
     def _join(self, data_address: Address) -> m.Join:
         return m.Join(
@@ -273,7 +282,7 @@ class WorkerService:
 
     async def _keep_alive(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await self._sleep(_TICK_S)
             assert self._session is not None
             for effect in self._session.poll(self._clock()):
                 match effect:

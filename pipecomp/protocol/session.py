@@ -2,6 +2,9 @@
 
 A session is heard whenever any message comes. Heartbeats are sent every `interval_s` whatever else is sent, since they carry
 what the worker is doing. Silence is reported once; a session that is heard again after that is not revived.
+
+    looks at the time   | | | | | |         pause          | | | |      a process that was frozen, or got no core, heard nothing
+    silence counts      -------->|                         |------->    meanwhile, whatever was said: its patience begins anew
 """
 
 from __future__ import annotations
@@ -43,15 +46,31 @@ _AFTER_TIMEOUT: Mapping[SessionState, SessionState] = types.MappingProxyType(
 )
 
 
+LOADING_TIMEOUT_S = 30.0
+"""The least patience until a worker has built its layers: both ends read and build then, which a busy machine makes slow, and
+nothing is lost but time if one of them is gone. A connection that breaks is told at once in any case."""
+
+
+def loading_timeout_s(timeout_s: float) -> float:
+    """The patience before a worker is ready, where that of a run under way is `timeout_s`."""
+    return max(timeout_s, LOADING_TIMEOUT_S)
+
+
 class Session:
-    """One end of a control session."""
+    """One end of a control session. `poll` it several times in each `timeout_s`."""
 
     def __init__(self, interval_s: float, timeout_s: float, now: float) -> None:
         self.state = SessionState.ALIVE
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._heard_at = now
+        self._looked_at = now
         self._send_at = now
+
+    def be_patient(self, timeout_s: float, now: float) -> None:
+        """From now on silence is loss after `timeout_s`; what there was of it does not count."""
+        self._timeout_s = timeout_s
+        self._heard_at = now
 
     def handle(self, event: SessionEvent, *, now: float) -> list[SessionEffect]:
         """Take one event at time `now` (seconds of a clock that never goes back)."""
@@ -60,6 +79,9 @@ class Session:
         if isinstance(event, Heard):
             self._heard_at = now
             return []
+        if now - self._looked_at >= self._timeout_s / 2:
+            self._heard_at = now
+        self._looked_at = now
         silence_s = now - self._heard_at
         if silence_s >= self._timeout_s:
             self.state = _AFTER_TIMEOUT[self.state]

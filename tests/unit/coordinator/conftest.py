@@ -79,9 +79,13 @@ class Script:
     def say(self, worker: int, message: m.ControlMessage) -> list[e.Effect]:
         return self.do(e.MessageReceived(e.Peer(worker), message))
 
-    def wait(self, seconds: float) -> list[e.Effect]:
-        self.now += seconds
-        return self.do(e.Tick())
+    def wait(self, seconds: float, *, tick_s: float = 0.25) -> list[e.Effect]:
+        """Time passes, with a tick every so often and one at its end; their effects."""
+        end, effects = self.now + seconds, []
+        while self.now < end:
+            self.now = min(self.now + tick_s, end)
+            effects += self.do(e.Tick())
+        return effects
 
     def joined(self) -> list[e.Effect]:
         self.do(e.TermsReady(self.terms))
