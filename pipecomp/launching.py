@@ -73,11 +73,9 @@ def preload(config: RunConfig) -> None:
     """Import once what every child needs; forked children share its memory."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's BLAS would start its threads here, before the forks
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    model_type = (config.model.config or {}).get("model_type")
-    family = [f"transformers.models.{model_type}.modeling_{model_type}"] if model_type else []
-    from pipecomp.runtime.preloading import import_all
+    from pipecomp.runtime.preloading import import_all, modules_of
 
-    import_all(*family, *_APPS)
+    import_all(*_APPS, *modules_of(config.model))
     from pipecomp.runtime.rehearsal import rehearse_codecs
 
     rehearse_codecs(config, _REHEARSED_COLUMNS)  # kernels are compiled, or loaded, once for all; no thread is started
