@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from pipecomp.errors import ConfigError
-from pipecomp.units import parse_rate, parse_size
+from pipecomp.units import HOW_TO_WRITE_A_RATE, HOW_TO_WRITE_A_SIZE, parse_rate, parse_size
 
 _LARGEST = 2**63 - 1  # what a message can carry
 Positive = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
@@ -164,6 +164,13 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     cluster: ClusterConfig = ClusterConfig()
 
 
+_HOW_TO_NAME_A_CODEC = 'name a codec, for example {codec = "uniform", bits = 8}'
+_HINTS = {
+    **{f"compression.{kind}": _HOW_TO_NAME_A_CODEC for kind in ("forward", "backward", "evaluation", "tied")},
+    **{f"messages.{key}": HOW_TO_WRITE_A_SIZE for key in ("memory_budget", "disk_budget")},
+    "cluster.link_rate": HOW_TO_WRITE_A_RATE,
+}
+"""What to write where the type alone says too little."""
 _PATHS = (("model", "name"), ("data", "train"), ("data", "eval"), ("data", "tokenizer"))
 
 
@@ -277,7 +284,8 @@ def _explain(text: str, tree: dict[str, Any]) -> str:
         for key in re.sub(r"\[[^\]]*\]", "", at[1]).split("."):
             value = value.get(key) if isinstance(value, dict) else value
         allowed = _allowed(at[1])
-        return f"{at[1]} = {value!r}: " + (f"allowed: {', '.join(allowed)}" if allowed else text[: at.start()])
+        hint = _HINTS.get(at[1], text[: at.start()])
+        return f"{at[1]} = {value!r}: " + (f"allowed: {', '.join(allowed)}" if allowed else hint)
     return text
 
 
@@ -311,13 +319,16 @@ def _check(config: RunConfig, source: str) -> None:
         refuse(f"cluster.layers has {len(layers)} numbers for cluster.num_stages = {config.cluster.num_stages} workers")
     if config.cluster.heartbeat_timeout_s < 2 * config.cluster.heartbeat_interval_s:
         refuse("cluster.heartbeat_timeout_s must be at least twice cluster.heartbeat_interval_s")
-    for key in ("memory_budget", "disk_budget"):
-        parse_size(getattr(config.messages, key), f"messages.{key}")
-    if config.cluster.link_rate is not None:
-        parse_rate(config.cluster.link_rate, "cluster.link_rate")
+    try:
+        for key in ("memory_budget", "disk_budget"):
+            parse_size(getattr(config.messages, key), f"messages.{key}")
+        if config.cluster.link_rate is not None:
+            parse_rate(config.cluster.link_rate, "cluster.link_rate")
+    except ConfigError as e:
+        refuse(str(e))
     for direction in ("forward", "backward", "evaluation", "tied"):
         options = getattr(config.compression, direction)
         if not isinstance(options.get("codec"), str):
-            refuse(f'compression.{direction} = {options!r}: name a codec, for example {{codec = "uniform", bits = 8}}')
+            refuse(f"compression.{direction} = {options!r}: {_HOW_TO_NAME_A_CODEC}")
         if direction != "forward" and options["codec"] == "delta":
             refuse(f"compression.{direction}: the delta codec remembers forward activations only; choose a stateless codec")

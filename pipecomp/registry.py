@@ -7,6 +7,7 @@ cannot be imported by statement, so a module may be listed under another name by
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import pkgutil
@@ -38,7 +39,9 @@ def load(package: str, name: str) -> Any:  # noqa: ANN401 - each package documen
     """
     known = names(package)
     if name not in known:
-        raise ConfigError(f"unknown {package.rpartition('.')[2]} plugin {name!r}; there are: {', '.join(known)}")
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"unknown {package.rpartition('.')[2].removesuffix('s')} {name!r}; {hint}there are: {', '.join(known)}")
     for entry in importlib.metadata.entry_points(group=package, name=name):
         return entry.load()
     module = _ALIASES.get(package, {}).get(name, name)

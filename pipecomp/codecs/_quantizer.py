@@ -43,7 +43,9 @@ class Quantizer(NamedTuple):
         is_default = "group" not in options and "scale" not in options
         group = options.get("group", DEFAULT_GROUP if is_default else OTHER_GROUP)
         if isinstance(group, bool) or not (group == "row" or (isinstance(group, int) and 1 <= group <= MAX_GROUP)):
-            raise ConfigError(f"codec {codec!r}: group = {group!r} is not possible; use a number of values or 'row'")
+            raise ConfigError(
+                f"codec {codec!r}: group = {group!r} is not possible; use a whole number from 1 to {MAX_GROUP}, or 'row'"
+            )
 
         def word(key: str, allowed: object, default: str) -> str:
             return choice(codec, options, key, get_args(allowed), default)

@@ -88,10 +88,13 @@ def _first_visit(option: object) -> Codec:
             'use "whole" or a table such as {codec = "uniform", bits = 8}'
         )
     options = {str(key): value for key, value in option.items() if key != "codec"}
-    plugin: type[Codec] = registry.load("pipecomp.codecs", option["codec"])
-    if plugin.has_messages:
-        raise ConfigError(f"codec 'delta': first_visit needs a codec without messages, {option['codec']!r} has them")
-    return plugin.from_options(options)
+    try:
+        plugin: type[Codec] = registry.load("pipecomp.codecs", option["codec"])
+        if plugin.has_messages:
+            raise ConfigError(f"codec {option['codec']!r} has messages; use one without")
+        return plugin.from_options(options)
+    except ConfigError as e:
+        raise ConfigError(f"first_visit: {e}") from e
 
 
 PLUGIN = Delta

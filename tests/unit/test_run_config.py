@@ -31,6 +31,10 @@ def parse(**sections: dict[str, Any]) -> RunConfig:
         ("cluster", "layers", [1], "cluster.layers has 1 numbers for cluster.num_stages = 2 workers"),
         ("cluster", "heartbeat_timeout_s", 0.6, "heartbeat_timeout_s must be at least twice"),
         ("compression", "forward", {"bits": 4}, "compression.forward = {'bits': 4}: name a codec"),
+        ("compression", "forward", "uniform", "compression.forward = 'uniform': name a codec, for example {codec = "),
+        ("messages", "memory_budget", 4, "messages.memory_budget = 4: write a size such as '500MB'"),
+        ("messages", "disk_budget", "99999999999999TB", "messages.disk_budget = '99999999999999TB': the largest size is"),
+        ("cluster", "link_rate", 20, "cluster.link_rate = 20: write a rate above zero such as '500kbit'"),
         ("compression", "backward", {"codec": "delta"}, "compression.backward: the delta codec"),
     ],
 )
