@@ -27,7 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_run_config(Path(options.run), options.overrides)
         from coordinator.process import CoordinatorOptions, run_coordinator
+        from pipecomp.runtime.rehearsal import check_plugins
 
+        check_plugins(config, options.run)
         return run_coordinator(
             CoordinatorOptions(
                 config=config,

@@ -71,7 +71,7 @@ def launch(
     from pipecomp.launching import launch_run
 
     files = {"summary": _text(summary), "log": _text(log), "trace": _text(trace), "plan": _text(plan_file)}
-    _leave(launch_run(config, **files, store_folder=store_folder, quiet=quiet))
+    _leave(launch_run(config, **files, store_folder=store_folder, quiet=quiet, source=str(run)))
 
 
 @app.command()
@@ -95,7 +95,9 @@ def coordinator(
 
     config = load_run_config(run, overrides or ())
     from coordinator.process import CoordinatorOptions, run_coordinator
+    from pipecomp.runtime.rehearsal import check_plugins
 
+    check_plugins(config, str(run))
     options = CoordinatorOptions(
         config=config,
         bind=bind,
@@ -179,7 +181,9 @@ def plan(
     config = load_run_config(run, overrides or ())
     from coordinator.planning import run_plan
     from coordinator.process import cache_folder
+    from pipecomp.runtime.rehearsal import check_plugins
 
+    check_plugins(config, str(run))
     folder = cache_folder()
     _leave(run_plan(config, figures=_text(figures), apart=apart, as_json=json, cache_folder=folder))
 

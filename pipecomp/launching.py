@@ -57,14 +57,18 @@ def launch_run(
     quiet: bool,
     store_folder: str | None = None,
     plan: str | None = None,
+    source: str = "the run file",
 ) -> int:
-    """Run everything to its end and return the exit code."""
+    """Run everything to its end and return the exit code. `source`: what errors call the run file."""
     if store_folder is not None and not config.messages.is_on_disk:
         raise ConfigError(
             f"--store-folder {store_folder} needs messages.store = 'disk' or 'tiered'; with {config.messages.store!r} nothing "
             "is kept in a folder"
         )
     check_store_folder(store_folder)
+    from pipecomp.runtime.rehearsal import check_plugins
+
+    check_plugins(config, source)  # a typing mistake need not wait for transformers
     preload(config)
     return Launch(config, summary=summary, log=log, trace=trace, quiet=quiet, store_folder=store_folder, plan=plan).run()
 

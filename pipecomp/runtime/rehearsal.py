@@ -44,6 +44,16 @@ def make_schedule(config: RunConfig) -> Schedule:
     return schedule
 
 
+def check_plugins(config: RunConfig, source: str) -> None:
+    """See that the run file `source` names codecs and a schedule that there are. Raises ConfigError that begins with it."""
+    try:
+        make_schedule(config)
+        for kind in CODED_KINDS:
+            make_codec(config, kind)
+    except ConfigError as e:
+        raise ConfigError(f"{source}: {e}") from e
+
+
 def rehearse_codecs(config: RunConfig, num_columns: int) -> None:
     """Compile, or load, every kernel that the run will call on samples of `num_columns` features."""
     for kind in CODED_KINDS:

@@ -73,6 +73,20 @@ def test_a_key_that_does_not_exist_is_named_with_its_neighbour(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "override", "text"),
+    [
+        ("launch", 'compression.tied={codec="unifor"}', "compression.tied: unknown codec 'unifor'; did you mean 'uniform'?"),
+        ("coordinator", "cluster.schedule=gpip", "cluster.schedule = 'gpip': unknown schedule 'gpip'; did you mean 'gpipe'?"),
+    ],
+)
+def test_a_mistake_in_a_run_file_is_told_with_the_files_name(command, override, text, tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n')
+    result = run(command, str(tmp_path / "run.toml"), "--set", override)
+    assert result.stderr.startswith(f"error: {tmp_path}/run.toml: {text}")
+    assert result.stderr.count("\n") == 1
+
+
 def test_an_address_that_cannot_be_bound_is_one_line(tmp_path):
     (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n')
     result = run("coordinator", str(tmp_path / "run.toml"), "--bind", "here")
@@ -105,7 +119,6 @@ def test_an_address_that_makes_no_sense_is_refused_before_anything_is_dialled(ar
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [("launch", "{0}/run.toml"), ("worker", "--coordinator", "127.0.0.1:1")])
 @pytest.mark.parametrize(
     ("folder", "text"),
     [
@@ -115,12 +128,17 @@ def test_an_address_that_makes_no_sense_is_refused_before_anything_is_dialled(ar
         ("/proc/nope/x", "error: --store-folder /proc/nope/x: No such file or directory; choose a folder that can be written"),
     ],
 )
-def test_a_store_folder_that_cannot_be_used_is_refused_before_anything_is_started(command, folder, text, tmp_path):
+def test_a_store_folder_that_cannot_be_used_is_refused_before_anything_is_started(folder, text, tmp_path):
     (tmp_path / "run.toml").write_text('[model]\nname = "m"\n[data]\ntrain = "t.txt"\n[messages]\nstore = "disk"\n')
-    arguments = [word.format(tmp_path) for word in (*command, "--store-folder", folder)]
-    result = run(*arguments)
+    result = run("launch", str(tmp_path / "run.toml"), "--store-folder", folder.format(tmp_path))
     assert result.stderr == text.format(tmp_path) + "\n"
     assert result.returncode == 1
+
+
+def test_a_worker_finds_a_store_folder_that_cannot_be_used_before_it_joins():
+    result = run("worker", "--coordinator", "127.0.0.1:1", "--store-folder", "")
+    assert result.stderr == "error: --store-folder '': name a folder (. is the current one), or leave the option out\n"
+    assert result.stdout == ""
 
 
 def test_a_store_folder_where_messages_stay_in_memory_is_refused_by_launch(tmp_path):
