@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from coordinator.preparation import prepare_run
+from pipecomp.config import load_run_config
 from pipecomp.data.loading import load_dataset
 from pipecomp.data.records import DataSettings
 from pipecomp.data.tokenizer import load_tokenizer
@@ -47,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
         shutil.copyfile(DEMO / name, tmp_path / "tiny" / name)
     own = section("Fine-tune on your own text")
     (tmp_path / "run.toml").write_text(code_blocks("toml", own)[0], encoding="utf-8")
-    record = json.loads(code_blocks("jsonl", own)[0])
+    record = json.loads(code_blocks("jsonl", own)[0].splitlines()[0])
     for name, first, last in (("my.jsonl", 0, 24), ("held-out.jsonl", 24, 31)):
         completions = [f"{record['completion']} Number {i}, {'again ' * (i % 5)}." for i in range(first, last)]
         records = [{**record, "completion": completion} for completion in completions]
@@ -71,6 +73,14 @@ def test_the_readmes_run_gives_a_model_that_plain_transformers_opens_with_the_sa
     assert plain_loss(model, tokenizer, folder / "held-out.jsonl") == pytest.approx(summary["eval_loss"], abs=1e-5)
     before = AutoModelForCausalLM.from_pretrained(folder / "tiny").eval()
     assert plain_loss(before, tokenizer, folder / "held-out.jsonl") == pytest.approx(summary["initial_eval_loss"], abs=1e-5)
+
+
+def test_the_readmes_own_records_leave_some_to_train_on_and_one_to_hold_out(folder: Path) -> None:
+    records = code_blocks("jsonl", section("Fine-tune on your own text"))[0]
+    (folder / "my.jsonl").write_text(records, encoding="utf-8")
+    run = prepare_run(load_run_config(folder / "run.toml", [f"model.name={folder}/tiny"]), None)
+    assert (run.num_samples, run.num_held_out) == (records.count("\n") - 1, 1)
+    assert run.num_samples > 1
 
 
 def opened(folder: Path) -> tuple[Any, Any]:
@@ -101,7 +111,7 @@ def test_every_record_that_the_readme_shows_is_trained_where_it_says(index: int,
     (tmp_path / "my.jsonl").write_text(example, encoding="utf-8")
     tokenizer = load_tokenizer(str(DEMO))
     tokenizer.chat_template = TEMPLATE
-    [sample] = load_dataset(tmp_path / "my.jsonl", tokenizer, DataSettings(), cache_folder=None)
+    sample = load_dataset(tmp_path / "my.jsonl", tokenizer, DataSettings(), cache_folder=None)[0]
     trained = tokenizer.decode([int(token) for token in sample.labels if token != -100], skip_special_tokens=True)
     expected = ("Paris.", "Every token of this is trained.", "Trained.", "Trained.")[index]
     assert trained.strip() == expected
