@@ -26,6 +26,7 @@ from pipecomp.errors import (
     CoordinatorLost,
     PeerLost,
     PipecompError,
+    StoreError,
     TransportError,
 )
 from pipecomp.folders import check_store_folder
@@ -98,27 +99,48 @@ class WorkerService:
         self._session: Session | None = None
         self._round_trips: list[m.RoundTrip] = []
         self._is_under_way = False  # all workers are ready
+        self._has_told = False  # the coordinator, why this worker failed
         self._finish: e.Finish | None = None
 
     async def run(self) -> e.Finish:
-        """Join, work, leave; how it ended."""
+        """Join, work, leave; how it ended.
+
+        Raises:
+            StoreError: a store could not be closed after a run that ended well. After one that failed that is no news.
+        """
         try:
-            self._say(f"{self.options.name}: joining the coordinator at {self.options.coordinator}")
-            self._dialling = asyncio.create_task(self._dial())
-            await asyncio.wait([self._dialling])
-            if self._dialling.cancelled() and self._finish is not None:
-                return self._finish
-            self._connection = self._dialling.result()
-            self._session = Session(interval_s=1.0, timeout_s=30.0, now=self._clock())
-            data_address = await self._work.listen()
-            await self._send(self._join(data_address))
-            self._spawn(self._receive(), "receive")
-            self._spawn(self._keep_alive(), "heartbeats")
-            while self._finish is None:
-                await self._handle(await self._events.get())
-            return self._finish
-        finally:
+            finish = await self._serve()
+        except BaseException:
             await self._close()
+            raise
+        try:
+            await self._close()
+        except StoreError as error:
+            if finish.exit_code == 0:
+                raise
+            return msgspec.structs.replace(finish, reason=f"{finish.reason}; and at its end: {error}")
+        return finish
+
+    async def _serve(self) -> e.Finish:
+        self._say(f"{self.options.name}: joining the coordinator at {self.options.coordinator}")
+        self._dialling = asyncio.create_task(self._dial())
+        await asyncio.wait([self._dialling])
+        if self._dialling.cancelled() and self._finish is not None:
+            return self._finish
+        self._connection = self._dialling.result()
+        self._session = Session(interval_s=1.0, timeout_s=30.0, now=self._clock())
+        data_address = await self._work.listen()
+        await self._send(self._join(data_address))
+        self._spawn(self._receive(), "receive")
+        self._spawn(self._keep_alive(), "heartbeats")
+        while self._finish is None:
+            await self._handle(await self._events.get())
+        return self._finish
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the coordinator knows why this worker ended, and says it."""
+        return self.state.phase is Phase.STOPPED or self._has_told
 
     def leave(self, reason: str) -> None:
         """Called by a signal."""
@@ -254,6 +276,7 @@ class WorkerService:
         assert self._connection is not None
         try:
             await self._connection.send(wire.encode(message, buffers))
+            self._has_told |= isinstance(message, m.Failed)
         except TransportError as error:
             self._events.put_nowait(self._gone(error))
 
@@ -405,6 +428,6 @@ async def _run(options: WorkerOptions) -> e.Finish:
         loop.add_signal_handler(number, service.leave, f"{options.name} was stopped by {number.name}")
     import_all()  # from here on nothing holds the loop for long, and heartbeats are on time
     finish = await service.run()
-    if options.is_launched and service.state.phase is Phase.STOPPED:  # the coordinator has said it
+    if options.is_launched and service.is_told:  # the coordinator says it on the same terminal
         return msgspec.structs.replace(finish, reason="")
     return finish

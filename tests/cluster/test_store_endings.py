@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from pipecomp.buffers.disk import DiskBuffer
-from pipecomp.errors import StoreError
+from pipecomp.errors import PeerLost, StoreError
+from pipecomp.protocol import messages as m
 from pipecomp.runtime import assembly
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
+from pipecomp.runtime.pipeline import Activity
 from pipecomp.testing.local_pipeline import LocalPipeline
 from pipecomp.testing.tiny_runs import MODEL, tiny_batch, tiny_run
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
 from pipecomp.types import StageIndex
+from workers import events as e
 from workers.job import AssignedWork
 from workers.service import WorkerOptions, WorkerService
 
@@ -86,6 +89,52 @@ async def test_a_store_that_fails_at_its_end_leaves_no_thread_of_its_worker_runn
     for pool in (compute._pool, threads._pool):
         with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
             pool.submit(print)
+
+
+class ClosesBadly:
+    activity = Activity()
+
+    async def close(self) -> None:
+        raise StoreError("no space left")
+
+
+def ending(finish: e.Finish) -> WorkerService:
+    """A worker that has come to its end in this way, and whose store cannot be closed."""
+
+    async def serve() -> e.Finish:
+        return finish
+
+    work: Any = ClosesBadly()
+    service = WorkerService(
+        WorkerOptions(coordinator="memory://nobody", name="w"), control=MemoryTransport(MemoryNetwork()), work=work
+    )
+    service._serve = serve  # type: ignore[method-assign]
+    return service
+
+
+async def test_messages_that_are_lost_at_the_end_of_a_good_run_are_an_error() -> None:
+    with pytest.raises(StoreError, match="no space left"):
+        await ending(e.Finish(exit_code=0, reason="training is complete")).run()
+
+
+async def test_those_of_a_failed_run_do_not_hide_why_it_failed() -> None:
+    finish = await ending(e.Finish(exit_code=1, reason="w0 failed: out of memory")).run()
+    assert (finish.exit_code, finish.reason) == (1, "w0 failed: out of memory; and at its end: no space left")
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+async def test_a_failure_that_the_coordinator_was_told_is_not_told_again(arrives: bool) -> None:
+    class Connection:
+        async def send(self, frames: object) -> None:
+            if not arrives:
+                raise PeerLost("reset")
+
+    connection: Any = Connection()
+    service = ending(e.Finish(exit_code=1, reason=""))
+    service._connection = connection
+    assert not service.is_told
+    await service._send(m.Failed(worker="w", stages=(0,), activity="forward", reason="no space left"))
+    assert service.is_told is arrives
 
 
 async def test_a_store_that_fails_at_its_end_does_not_swallow_the_last_words_of_its_worker() -> None:
