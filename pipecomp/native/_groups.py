@@ -165,48 +165,63 @@ _INLINE = {"prefer_literal": True, "jit_options": {"forceinline": True}}
 
 
 def encode_group(
-    values,
-    before,
-    after,
-    payload,
-    unpacked,
-    start,
-    at,
-    length,
-    scale_at,
-    place,
-    top,
-    seed_low,
-    seed_high,
-    bits,
-    scale,
-    lanes,
-    flags,
-):
+    values, before, after, payload, unpacked, start, at, length, scale_at, place, top, seed_low, seed_high,
+    bits, scale, lanes, flags,
+):  # fmt: skip
     """Scale, codes and message of one group; return the bits of its largest magnitude."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(encode_group, **_INLINE)
 def _encode_group(
-    values,
-    before,
-    after,
-    payload,
-    unpacked,
-    start,
-    at,
-    length,
-    scale_at,
-    place,
-    top,
-    seed_low,
-    seed_high,
-    bits,
-    scale,
-    lanes,
-    flags,
-):
+    values, before, after, payload, unpacked, start, at, length, scale_at, place, top, seed_low, seed_high,
+    bits, scale, lanes, flags,
+):  # fmt: skip
+    num_lanes, num_bits, scale_index, flag = (each.literal_value for each in (lanes, bits, scale, flags))
+
+    def inlined(
+        values, before, after, payload, unpacked, start, at, length, scale_at, place, top, seed_low, seed_high,
+        bits, scale, lanes, flags,
+    ):  # fmt: skip
+        above, below = extremes_of(values, before, start, length, num_lanes, flag)
+        encode_known(
+            values, before, after, payload, unpacked, start, at, length, scale_at, place, top, above, below, np.uint32(0),
+            seed_low, seed_high, num_bits, scale_index, num_lanes, flag,
+        )  # fmt: skip
+        return max(above, below)
+
+    return inlined
+
+
+def extremes_of(values, before, start, length, lanes, flags):
+    """Bits of the largest magnitudes of a group's positive and of its negative differences; 0 where there is none."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(extremes_of, **_INLINE)
+def _extremes_of(values, before, start, length, lanes, flags):
+    num_lanes, flag = lanes.literal_value, flags.literal_value
+
+    def inlined(values, before, start, length, lanes, flags):
+        above, below = extremes(values, before, start, length, num_lanes, flag)
+        return above, np.uint32(below & np.uint32(0x7FFFFFFF)) if below > np.uint32(0x7FFFFFFF) else np.uint32(0)
+
+    return inlined
+
+
+def encode_known(
+    values, before, after, payload, unpacked, start, at, length, scale_at, place, top, above, below, floor,
+    seed_low, seed_high, bits, scale, lanes, flags,
+):  # fmt: skip
+    """`encode_group` where the extremes are known. `floor`: the scale of a step tried, but of the first, must be larger."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(encode_known, **_INLINE)
+def _encode_known(
+    values, before, after, payload, unpacked, start, at, length, scale_at, place, top, above, below, floor,
+    seed_low, seed_high, bits, scale, lanes, flags,
+):  # fmt: skip
     num_lanes, num_bits, flag = lanes.literal_value, bits.literal_value, flags.literal_value
     is_fp32, is_fp16, is_e4m3, scale_nbytes, constants = constants_of(num_bits, scale.literal_value, flag)
     is_one_sided, drop = constants.centre == 0, constants.mantissa_drop * is_e4m3
@@ -216,26 +231,9 @@ def _encode_group(
     sign = np.uint32(1 << (8 * scale_nbytes - 1))
 
     def inlined(
-        values,
-        before,
-        after,
-        payload,
-        unpacked,
-        start,
-        at,
-        length,
-        scale_at,
-        place,
-        top,
-        seed_low,
-        seed_high,
-        bits,
-        scale,
-        lanes,
-        flags,
-    ):
-        above, below = extremes(values, before, start, length, num_lanes, flag)
-        below = np.uint32(below & np.uint32(0x7FFFFFFF)) if below > np.uint32(0x7FFFFFFF) else np.uint32(0)
+        values, before, after, payload, unpacked, start, at, length, scale_at, place, top, above, below, floor,
+        seed_low, seed_high, bits, scale, lanes, flags,
+    ):  # fmt: skip
         near, far = max(above, below), min(above, below)
         step = min(max(as_float(near) * near_factor, as_float(far) * far_factor), largest)
         pattern = scale_pattern(step, smallest, top, is_fp32, is_fp16, drop, is_up)
@@ -253,7 +251,7 @@ def _encode_group(
                 lower = np.uint32((index - num_candidates if is_between else index) * candidate)
                 lower = np.uint32(as_bits(first) - np.uint32(min(lower, as_bits(first))))
                 tried = scale_pattern(as_float(lower), smallest, top, is_fp32, is_fp16, drop, is_up)
-                if tried > np.uint32(0):
+                if tried > (floor if index % num_candidates else np.uint32(0)):
                     tried_step = scale_value(tried, top, is_fp32, is_fp16, is_e4m3)
                     ratio = tried_step * per_first
                     tried_centre = np.float32(0.5) if is_between else np.float32(0)
@@ -269,24 +267,9 @@ def _encode_group(
                         least, pattern, step, inverse, centre = error, tried, tried_step, tried_inverse, tried_centre
         write_scale(payload, scale_at, pattern, scale_nbytes)
         quantize(
-            values,
-            before,
-            after,
-            unpacked,
-            start,
-            at,
-            length,
-            step,
-            inverse,
-            centre,
-            place,
-            seed_low,
-            seed_high,
-            num_bits,
-            num_lanes,
-            flag,
-        )
-        return near
+            values, before, after, unpacked, start, at, length, step, inverse, centre, place, seed_low, seed_high,
+            num_bits, num_lanes, flag,
+        )  # fmt: skip
 
     return inlined
 

@@ -26,7 +26,7 @@ def pack_scales(steps: FloatArray, scale: Scale, top: int = 0) -> ByteArray:
     return (steps.view(np.uint32) >> np.uint32(16)).astype("<u2").view(np.uint8)
 
 
-def unpack_scales(scales: ByteArray, scale: Scale) -> FloatArray:
+def unpack_scales(scales: npt.NDArray[np.integer], scale: Scale) -> FloatArray:
     """Little-endian bytes -> (num_groups,) fp32; NaN for what no encoder writes."""
     if scale == "e4m3":
         places = scales[1:].astype(np.int64)

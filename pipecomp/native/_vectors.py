@@ -289,6 +289,12 @@ class Memory:
     def store(self, array, index, vector) -> None:
         self._builder.store(vector, self._pointer(array, index, vector.type.count), align=self._alignment(array))
 
+    def scalar(self, array, index):
+        return self._builder.load(self._builder.gep(self._bases[array], [index]))
+
+    def store_scalar(self, array, index, value) -> None:
+        self._builder.store(value, self._builder.gep(self._bases[array], [index]))
+
     def _alignment(self, array):
         return self._types[array].dtype.bitwidth // 8
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numba as nb
 import numpy as np
 
-from pipecomp.native import _fitting, _groups, _rotation, _vectors, ops
+from pipecomp.native import _fitting, _groups, _lanes, _mixed, _rotation, _vectors, ops
 from pipecomp.native._fitting import UNKNOWN, UNSENT, encode_fitted, groups_at_once
 from pipecomp.native._groups import (
     PADDING,
@@ -125,7 +125,7 @@ def _compile(function: Callable[..., Any], signature: Any, name: str, *, fastmat
 def _sources() -> str:
     """Digest of all that kernels are made of. Numba itself would look at this file alone, and load kernels made of old parts."""
     digest = hashlib.sha256()
-    for module in (ops, _vectors, _rotation, _fitting, _groups, sys.modules[__name__]):
+    for module in (ops, _vectors, _lanes, _rotation, _fitting, _groups, _mixed, sys.modules[__name__]):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
 
@@ -133,7 +133,10 @@ def _sources() -> str:
 @functools.cache
 def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[..., Any]:
     """`layout.group` is a constant of the kernel, or 0: then the kernel takes it as an argument."""
-    bits, fixed_group, scale, rounding, fit, rotation, levels = layout
+    name = f"encode{_words(layout)}{'_from' * has_in}{'_to' * has_out}"
+    if layout.widths == "mixed":
+        return _compile(_mixed.encoder(layout, has_in, has_out, MAX_LANES), _ENCODE, name)
+    bits, fixed_group, scale, rounding, fit, rotation, levels, _ = layout
     flags = HAS_BEFORE * has_in | HAS_AFTER * has_out | IS_STOCHASTIC * (rounding == "stochastic")
     flags |= FITS * (fit != "extreme") | IS_EITHER * (levels == "either")
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
@@ -224,14 +227,16 @@ def _encode_kernel(layout: Layout, has_in: bool, has_out: bool) -> Callable[...,
         pack_block(unpacked, num_values - whole, payload, offset, bits)
         return worst < np.uint32(0x7F800000)
 
-    name = f"encode{_words(layout)}{'_from' * has_in}{'_to' * has_out}"
     return _compile(kernel, _ENCODE, name)
 
 
 @functools.cache
 def _decode_kernel(layout: Layout, has_in: bool) -> Callable[..., Any]:
     """As `_encode_kernel` has it."""
-    bits, fixed_group, scale, rounding, _, rotation, levels = layout
+    name = f"decode{_words(layout)}{'_from' * has_in}"
+    if layout.widths == "mixed":
+        return _compile(_mixed.decoder(layout, has_in, MAX_LANES), _DECODE, name)
+    bits, fixed_group, scale, rounding, _, rotation, levels, _ = layout
     flags = HAS_BEFORE * has_in | IS_STOCHASTIC * (rounding == "stochastic") | IS_EITHER * (levels == "either")
     scale_index, scale_nbytes = SCALES.index(scale), SCALE_NBYTES[scale]
     lanes = min(fixed_group or MAX_LANES, MAX_LANES)
@@ -281,7 +286,7 @@ def _decode_kernel(layout: Layout, has_in: bool) -> Callable[..., Any]:
             scale_at += scale_nbytes
         return is_good
 
-    return _compile(kernel, _DECODE, f"decode{_words(layout)}{'_from' * has_in}")
+    return _compile(kernel, _DECODE, name)
 
 
 def _words(layout: Layout) -> str:

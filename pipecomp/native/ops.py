@@ -31,10 +31,13 @@ Rounding = Literal["nearest", "stochastic"]
 Fit = Literal["extreme", "least_error"]
 Rotation = Literal["none", "hadamard"]
 Levels = Literal["zero", "either"]
+Widths = Literal["equal", "mixed"]
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
-_CHOICES: Final = {"scale": Scale, "rounding": Rounding, "fit": Fit, "rotation": Rotation, "levels": Levels}
+_CHOICES: Final = {
+    "scale": Scale, "rounding": Rounding, "fit": Fit, "rotation": Rotation, "levels": Levels, "widths": Widths,
+}  # fmt: skip
 
 MIN_BLOCK: Final = 128
 """A block holds at least this many values (the last one may be shorter): eight 16-byte vectors of one-bit codes."""
@@ -65,6 +68,22 @@ OCTAVES: Final = 16
 
 ROTATED_GROUPS: Final = (16, 32, 64, 128, 256)
 
+MIXED_BITS: Final = range(2, 8)
+MIXED_GROUP: Final = 8
+"""Groups of mixed widths are a multiple of this: then whole groups fill whole bytes, and sizes are those of equal widths."""
+
+SHARES: Final = 510
+"""A byte says how many of these parts of the groups have a bit more, and as many a bit less: up to half of all."""
+
+APART: Final = 10
+"""A group gets a bit of another if its scale, in eighths of an octave, is larger by more than this.
+
+Error falls fourfold a bit, so that an octave is the least that pays; with a little more, samples of normal values lose nothing.
+"""
+
+LEAST_MIXED_TOP: Final = 18
+"""Samples whose e4m3 scales are relative to a smaller exponent have equal widths: half of a step might be too small."""
+
 SIGNS: Final[tuple[int, ...]] = tuple(
     -1 if ((i * 0x9E3779B1) ^ (i * 0x9E3779B1 >> 15)) * 0x846CA68B & 0x80000000 else 1 for i in range(ROTATED_GROUPS[-1])
 )
@@ -83,6 +102,7 @@ class Layout(NamedTuple):
     fit: Fit = "extreme"  # the encoder's alone: whether the step follows from the group's extreme, or has the least error
     rotation: Rotation = "none"  # of whole groups
     levels: Levels = "zero"  # "either": each group has a level at zero, or levels at half steps, whichever errs less
+    widths: Widths = "equal"  # "mixed": groups of large steps have a bit more a value, as many groups of small ones a bit less
 
 
 def check_layout(layout: Layout) -> None:
@@ -100,6 +120,17 @@ def check_layout(layout: Layout) -> None:
         raise CodecError("levels can be 'either' only with fit 'least_error', which chooses, and scale 'e4m3', which says so")
     if layout.rotation == "hadamard" and layout.group not in ROTATED_GROUPS:
         raise CodecError(f"group must be one of {', '.join(map(str, ROTATED_GROUPS))} to be rotated, got {layout.group}")
+    if layout.widths == "mixed":
+        _check_mixed(layout)
+
+
+def _check_mixed(layout: Layout) -> None:
+    if layout.bits not in MIXED_BITS:
+        raise CodecError(f"bits must be {MIXED_BITS[0]} to {MIXED_BITS[-1]} with mixed widths, got {layout.bits}")
+    if layout.group % MIXED_GROUP:
+        raise CodecError(f"group must be a multiple of {MIXED_GROUP} with mixed widths, got {layout.group}")
+    if (layout.scale, layout.rounding, layout.rotation) != ("e4m3", "nearest", "none"):
+        raise CodecError("widths can be 'mixed' only with scale 'e4m3', rounding 'nearest' and rotation 'none'")
 
 
 def block_length(group: int) -> int:
@@ -120,7 +151,7 @@ def codes_nbytes(num_values: int, layout: Layout) -> int:
 
 def scales_nbytes(num_values: int, layout: Layout) -> int:
     """Exact bytes of the scales of `num_values` values, one for each group begun, and what they are relative to."""
-    head = 1 if layout.scale == "e4m3" and num_values else 0
+    head = (2 if layout.widths == "mixed" else 1) if layout.scale == "e4m3" and num_values else 0
     return head + -(-num_values // layout.group) * SCALE_NBYTES[layout.scale]
 
 

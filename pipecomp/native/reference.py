@@ -10,7 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pipecomp.native._reference_bytes import lowest_pattern, pack, pack_scales, unpack, unpack_scales
-from pipecomp.native.ops import SIGNS, ByteArray, FloatArray, Layout, grid, scales_nbytes
+from pipecomp.native.ops import (
+    APART,
+    LEAST_MIXED_TOP,
+    SHARES,
+    SIGNS,
+    ByteArray,
+    FloatArray,
+    Layout,
+    codes_nbytes,
+    grid,
+    scales_nbytes,
+)
 
 
 def encode(
@@ -26,45 +37,136 @@ def encode(
         differences = values if message_in is None else values - message_in
     if not np.isfinite(differences).all():
         return False
-    top = _top(differences, layout)
-    unpacked, steps, centres = _quantize(differences, layout, top, seed)
-    split = scales_nbytes(values.size, layout)
-    payload[:split] = pack_scales(steps, layout.scale, top)
-    if layout.levels == "either":
-        payload[1:split] |= centres > 0
-    payload[split:] = pack(unpacked, layout)
+    change = _encode(differences, layout, payload, seed)
     if message_out is not None:
-        message_out[:] = _reconstruct(unpacked, steps, centres, layout, message_in)
+        message_out[:] = _moved(message_in, change)
     return True
 
 
 def seen(values: FloatArray, layout: Layout, seed: int = 0) -> FloatArray:
     """What the decoder sees of finite `values` without a message: `encode` and `decode` without packing, which is slow here."""
-    return _reconstruct(*_quantize(values, layout, _top(values, layout), seed), layout, None)
+    return _encode(values, layout, None, seed)
 
 
 def decode(payload: ByteArray, layout: Layout, out: FloatArray, message_in: FloatArray | None) -> bool:
     """See `ops.decode`. False if the payload is one that no encoder writes."""
     split = scales_nbytes(out.size, layout)
     scales, codes = payload[:split], payload[split:]
-    centres = np.full(-(-out.size // layout.group), grid(layout).centre, np.float32)
+    if layout.scale == "e4m3" and payload[0] == 255:
+        return False
+    decode_all = _decode_mixed if layout.widths == "mixed" else _decode
+    change = decode_all(scales, codes, out.size, layout)
+    if change is None:
+        return False
+    out[:] = _moved(message_in, change)
+    return True
+
+
+def _moved(message_in: FloatArray | None, change: FloatArray) -> FloatArray:
+    with np.errstate(over="ignore"):  # within half a step of the largest float32; refused at the next visit
+        return change if message_in is None else message_in + change
+
+
+def _encode(differences: FloatArray, layout: Layout, payload: ByteArray | None, seed: int) -> FloatArray:
+    """Write the payload, if there is one; return the change that it tells."""
+    if layout.widths == "mixed":
+        return _encode_mixed(differences, layout, payload)
+    top = _top(differences, layout)
+    unpacked, steps, centres = _quantize(differences, layout, top, seed)
+    if payload is not None:
+        split = scales_nbytes(differences.size, layout)
+        payload[:split] = _pack_steps(steps, centres, layout, top)
+        payload[split:] = pack(unpacked, layout)
+    return _reconstruct(unpacked, steps, centres, layout)
+
+
+def _pack_steps(steps: FloatArray, centres: FloatArray, layout: Layout, top: int) -> ByteArray:
+    scales = pack_scales(steps, layout.scale, top)
+    if layout.levels == "either":
+        scales[1:] |= centres > 0
+    return scales
+
+
+def _decode(scales: npt.NDArray[np.integer], codes: ByteArray, num_values: int, layout: Layout) -> FloatArray | None:
+    """The change that a payload tells; None if no encoder writes it."""
+    centres = np.full(-(-num_values // layout.group), grid(layout).centre, np.float32)
     if layout.levels == "either":
         is_between = (scales[1:] & 1) == 1
         if (is_between & ((scales[1:] & 0xFE == 0) | (scales[1:] >= 128))).any():
-            return False
+            return None
         centres = np.where(is_between, np.float32(0.5), np.float32(0))
         scales = np.concatenate([scales[:1], scales[1:] & 0xFE])
     steps = unpack_scales(scales, layout.scale)
     with np.errstate(invalid="ignore"):
         in_range = (np.abs(steps) >= grid(layout).smallest) & (np.abs(steps) <= grid(layout).largest)
     zero = steps.view(np.uint32) == 0
-    if not (in_range | zero).all() or (layout.scale == "e4m3" and payload[0] == 255):
-        return False
-    unpacked = unpack(codes, out.size, layout)
-    if not np.array_equal(pack(unpacked, layout), codes):
-        return False
-    out[:] = _reconstruct(unpacked, steps, centres, layout, message_in)
-    return True
+    unpacked = unpack(codes, num_values, layout)
+    if not (in_range | zero).all() or not np.array_equal(pack(unpacked, layout), codes):
+        return None
+    return _reconstruct(unpacked, steps, centres, layout)
+
+
+def _encode_mixed(differences: FloatArray, layout: Layout, payload: ByteArray | None) -> FloatArray:
+    """The groups of each width as a sample of their own, but for what scales are relative to."""
+    equal, num_whole = layout._replace(widths="equal"), differences.size // layout.group
+    top = _top(differences, equal._replace(bits=layout.bits + 1))
+    top += top > 0
+    firsts = _first_steps(differences, equal, top)[0]
+    places = pack_scales(firsts, "e4m3", top)[1 : num_whole + 1].astype(np.int64)
+    share = _share(places) if top >= LEAST_MIXED_TOP else 0
+    ranked = np.append(np.sort(places)[::-1], 0)
+    num_wide = num_whole * share // SHARES
+    floors = (ranked[num_wide], ranked[num_whole - num_wide], 0)
+    change = np.empty_like(differences)
+    scales = np.zeros(firsts.size, np.uint8)
+    codes = []
+    for (piece, groups), floor in zip(_pieces(places, share, firsts.size, equal), floors, strict=True):
+        where = np.repeat(groups, layout.group)[: differences.size]
+        if groups.any():
+            piece_top = top + layout.bits - piece.bits
+            unpacked, steps, centres = _quantize(differences[where], piece, piece_top, 0, int(floor))
+            change[where] = _reconstruct(unpacked, steps, centres, piece)
+            scales[groups] = _pack_steps(steps, centres, piece, piece_top)[1:]
+            codes += [pack(unpacked, piece)] if payload is not None else []
+    if payload is not None:
+        payload[:] = np.concatenate([np.array([top, share], np.uint8), scales, *codes])
+    return change
+
+
+def _decode_mixed(scales: ByteArray, codes: ByteArray, num_values: int, layout: Layout) -> FloatArray | None:
+    equal, num_whole = layout._replace(widths="equal"), num_values // layout.group
+    top, share, scales = int(scales[0]), int(scales[1]), scales[2:]
+    places = (scales[:num_whole] & (0x7E if layout.levels == "either" else 0x7F)).astype(np.int64)
+    change, offset = np.empty(num_values, np.float32), 0
+    for piece, groups in _pieces(places, share, scales.size, equal):
+        where = np.repeat(groups, layout.group)[:num_values]
+        end = offset + codes_nbytes(int(where.sum()), piece)
+        relative = np.concatenate([[top + layout.bits - piece.bits], scales[groups]])
+        part = _decode(relative, codes[offset:end], int(where.sum()), piece)
+        if part is None:
+            return None
+        change[where], offset = part, end
+    return change
+
+
+def _share(places: npt.NDArray[np.int64]) -> int:
+    """How many groups, in parts of SHARES, have a bit more: the largest, as long as each is far above its mirror image."""
+    ranked = np.sort(places)
+    half = ranked.size // 2
+    num_wide = int((ranked[::-1][:half] > ranked[:half] + APART).sum())
+    return -(-num_wide * SHARES // max(ranked.size, 1))
+
+
+def _pieces(
+    places: npt.NDArray[np.int64], share: int, num_groups: int, layout: Layout
+) -> list[tuple[Layout, npt.NDArray[np.bool_]]]:
+    """Layout and groups of each width, wide ones first. A short last group, without a place, has the middle one."""
+    ranked = np.argsort(-places, kind="stable")
+    num_wide = places.size * share // SHARES
+    widths = np.full(num_groups, layout.bits)
+    widths[ranked[:num_wide]] += 1
+    widths[ranked[places.size - num_wide :]] -= 1
+    return [(layout._replace(bits=bits), widths == bits) for bits in (layout.bits + 1, layout.bits, layout.bits - 1)]
 
 
 def squared_norms(
@@ -78,12 +180,12 @@ def squared_norms(
 
 
 def _quantize(
-    differences: FloatArray, layout: Layout, top: int, seed: int
+    differences: FloatArray, layout: Layout, top: int, seed: int, floor: int = 0
 ) -> tuple[npt.NDArray[np.uint8], FloatArray, FloatArray]:
     """Codes; and of each group, its step and its centre."""
     half = np.float32(grid(layout).half)
     differences = rotate(differences, layout)
-    steps, centres = _steps(differences, layout, top)
+    steps, centres = _steps(differences, layout, top, floor)
     inverse = np.repeat(_inverse(steps), layout.group)[: differences.size]
     centre = np.repeat(centres, layout.group)[: differences.size]
     if layout.rounding == "nearest":
@@ -139,28 +241,15 @@ def _top(differences: FloatArray, layout: Layout) -> int:
     return int(rounded.view(np.uint32)[0] >> 23)
 
 
-def _steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArray, FloatArray]:
-    """Of each group, the signed step, rounded to the scale's dtype, exactly the number that the decoder reads; and the centre."""
+def _steps(differences: FloatArray, layout: Layout, top: int, floor: int) -> tuple[FloatArray, FloatArray]:
+    """Of each group, the signed step, rounded to the scale's dtype, exactly the number that the decoder reads; and the centre.
+
+    `floor`: a step that is tried, other than the first, must have a larger e4m3 scale than this.
+    """
     constants = grid(layout)
-    _, centre, near_factor, far_factor, smallest, largest, rounds_up, *_ = constants
-    starts = np.arange(0, differences.size, layout.group)
-    above = np.maximum.reduceat(np.maximum(differences, np.float32(0)), starts)
-    below = np.maximum.reduceat(np.maximum(-differences, np.float32(0)), starts)
-    near, far = np.maximum(above, below), np.minimum(above, below)
-    with np.errstate(over="ignore"):
-        step = np.maximum(near * near_factor, far * far_factor)
-    step = np.minimum(step, largest)
-
-    def rounded(step: FloatArray) -> FloatArray:
-        step = np.where(step < smallest, np.float32(0), step)
-        step = _round_to_scale(step, layout, up=rounds_up)
-        if layout.scale == "e4m3":
-            step = np.where((step.view(np.uint32) >> np.uint32(20)).astype(np.int64) > lowest_pattern(top), step, np.float32(0))
-        return step
-
-    first = rounded(step)
-    is_negative = (above > below) & (centre == 0)
-    best, centres = np.where(is_negative & (first > 0), -first, first), np.full_like(first, centre)
+    first, is_above = _first_steps(differences, layout, top)
+    is_negative = is_above & (constants.centre == 0)
+    best, centres = np.where(is_negative & (first > 0), -first, first), np.full_like(first, constants.centre)
     if layout.fit == "extreme":
         return best, centres
     least = np.full_like(first, np.inf)
@@ -168,7 +257,8 @@ def _steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArra
         for index in range(constants.num_candidates):
             lower = np.uint32(index * constants.candidate)
             pattern = first.view(np.uint32)
-            tried = rounded(np.where(pattern > lower, pattern - lower, np.uint32(0)).view(np.float32))
+            tried = np.where(pattern > lower, pattern - lower, np.uint32(0)).view(np.float32)
+            tried = _rounded(tried, layout, top, floor if index else 0)
             ratio = tried * _inverse(first)
             tried = np.where(is_negative & (tried > 0) & (tried_centre == 0), -tried, tried)
             error = _squared_error(differences, tried, tried_centre, layout) * (ratio * ratio)
@@ -176,6 +266,28 @@ def _steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArra
             best, least = np.where(is_better, tried, best), np.where(is_better, error, least)
             centres = np.where(is_better, np.float32(tried_centre), centres)
     return best, centres
+
+
+def _first_steps(differences: FloatArray, layout: Layout, top: int) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """Of each group, the step that follows from its extremes, and whether the largest of them is positive."""
+    constants = grid(layout)
+    starts = np.arange(0, differences.size, layout.group)
+    above = np.maximum.reduceat(np.maximum(differences, np.float32(0)), starts)
+    below = np.maximum.reduceat(np.maximum(-differences, np.float32(0)), starts)
+    near, far = np.maximum(above, below), np.minimum(above, below)
+    with np.errstate(over="ignore"):
+        step = np.maximum(near * constants.near_factor, far * constants.far_factor)
+    return _rounded(np.minimum(step, constants.largest), layout, top, 0), above > below
+
+
+def _rounded(step: FloatArray, layout: Layout, top: int, floor: int) -> FloatArray:
+    """What the scale's dtype can say; 0 for what it cannot, and where the e4m3 scale would not be above `floor`."""
+    step = np.where(step < grid(layout).smallest, np.float32(0), step)
+    step = _round_to_scale(step, layout, up=grid(layout).rounds_up)
+    if layout.scale != "e4m3":
+        return step
+    place = (step.view(np.uint32) >> np.uint32(20)).astype(np.int64) - lowest_pattern(top)
+    return np.where(place > floor, step, np.float32(0))
 
 
 def _inverse(step: FloatArray) -> FloatArray:
@@ -225,17 +337,11 @@ def _round_to_scale(step: FloatArray, layout: Layout, *, up: bool) -> FloatArray
 
 
 def _reconstruct(
-    unpacked: npt.NDArray[np.uint8],
-    steps: FloatArray,
-    centres: FloatArray,
-    layout: Layout,
-    message_in: FloatArray | None,
+    unpacked: npt.NDArray[np.uint8], steps: FloatArray, centres: FloatArray, layout: Layout
 ) -> FloatArray:
     step, lowest = (np.repeat(each, layout.group)[: unpacked.size] for each in (steps, centres - np.float32(grid(layout).half)))
     level = unpacked.astype(np.float32) + lowest
-    change = unrotate(level * step, layout)
-    with np.errstate(over="ignore"):  # within half a step of the largest float32; refused at the next visit
-        return change if message_in is None else message_in + change
+    return unrotate(level * step, layout)
 
 
 def uniform(seed: int, num_values: int) -> FloatArray:

@@ -52,6 +52,12 @@ CASES = [
     (Layout(1, 32, "e4m3", "nearest", "least_error", "none", "either"), False),
     (Layout(3, 64, "e4m3", "nearest", "least_error", "none", "either"), False),
     (Layout(3, 64, "e4m3", "nearest", "least_error", "hadamard", "either"), True),
+    (Layout(2, 32, "e4m3", "nearest", "least_error", "none", "either", "mixed"), True),
+    (Layout(3, 64, "e4m3", "nearest", "least_error", "none", "zero", "mixed"), False),
+    (Layout(4, 40, "e4m3", "nearest", "least_error", "none", "either", "mixed"), True),
+    (Layout(3, 32, "e4m3", widths="mixed"), True),
+    (Layout(5, 16, "e4m3", "nearest", "least_error", "none", "either", "mixed"), False),
+    (Layout(7, 8, "e4m3", widths="mixed"), False),
 ]
 
 
@@ -91,6 +97,11 @@ def of_one_magnitude(chance, size):
     return np.ldexp(chance.standard_normal(size), chance.integers(-150, 126)).astype(np.float32)
 
 
+def of_groups_unlike(chance, size):
+    """Some groups far above others, so that widths are mixed."""
+    return (chance.standard_normal(size) * np.repeat(4.0 ** chance.integers(-2, 3, -(-size // 8)), 8)[:size]).astype(np.float32)
+
+
 def mostly_zero(chance, size):
     return np.where(chance.random(size) < 0.02, chance.standard_normal(size), chance.choice([0.0, -0.0], size)).astype(np.float32)
 
@@ -110,7 +121,7 @@ def beside_half_steps(chance, size):
 @pytest.mark.parametrize(("layout", "has_message"), CASES, ids=str)
 def test_compiled_kernels_give_the_bits_of_the_plain_ones(layout, has_message):
     chance = np.random.default_rng(layout.bits * layout.group)
-    for make in (ordinary, of_all_magnitudes, of_one_magnitude, mostly_zero, at_the_limits, beside_half_steps):
+    for make in (ordinary, of_all_magnitudes, of_one_magnitude, of_groups_unlike, mostly_zero, at_the_limits, beside_half_steps):
         for size in SIZES:
             values = make(chance, size)
             message_in = values / 2 + make(chance, size) / 4 if has_message else None
