@@ -16,7 +16,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.native import ops
 from pipecomp.types import TensorSpec
 
-OPTIONS = ("bits", "group", "scale", "rounding", "fit", "rotation", "levels")
+OPTIONS = ("bits", "group", "scale", "rounding", "fit", "rotation", "levels", "widths")
 DEFAULT_GROUP, DEFAULT_SCALE = 32, "e4m3"
 """Where a run file names neither: what trained best at equal bits; docs/numerics.md has the evidence."""
 OTHER_GROUP, OTHER_SCALE = 64, "bf16"
@@ -36,6 +36,7 @@ class Quantizer(NamedTuple):
     fit: ops.Fit
     rotation: ops.Rotation
     levels: ops.Levels
+    widths: ops.Widths
 
     @classmethod
     def from_options(cls, codec: str, options: Mapping[str, object]) -> Self:
@@ -62,6 +63,7 @@ class Quantizer(NamedTuple):
             fit=cast("ops.Fit", word("fit", ops.Fit, "least_error" if levels == "either" else "extreme")),
             rotation=cast("ops.Rotation", word("rotation", ops.Rotation, "none")),
             levels=cast("ops.Levels", levels),
+            widths=cast("ops.Widths", word("widths", ops.Widths, "equal")),
         )
         chosen._check(codec)
         return chosen
@@ -83,11 +85,28 @@ class Quantizer(NamedTuple):
                 f"codec {codec!r}: group = {self.group or 'row'!r} cannot be rotated; "
                 f"use one of: {', '.join(map(str, ops.ROTATED_GROUPS))}"
             )
+        if self.widths == "mixed":
+            self._check_mixed(codec)
+
+    def _check_mixed(self, codec: str) -> None:
+        least, most = ops.MIXED_BITS[0], ops.MIXED_BITS[-1]
+        if self.bits not in ops.MIXED_BITS:
+            raise ConfigError(f"codec {codec!r}: widths = 'mixed' needs bits = {least} to {most}, not {self.bits}")
+        if self.group is None or self.group % ops.MIXED_GROUP:
+            raise ConfigError(
+                f"codec {codec!r}: widths = 'mixed' needs groups of a multiple of {ops.MIXED_GROUP}, not {self.group or 'row'!r}"
+            )
+        needed: dict[str, str] = {"scale": "e4m3", "rounding": "nearest", "rotation": "none"}
+        for key, value in needed.items():
+            if getattr(self, key) != value:
+                raise ConfigError(
+                    f"codec {codec!r}: widths = 'mixed' needs {key} = {value!r}, not {getattr(self, key)!r}"
+                )
 
     def layout(self, spec: TensorSpec) -> ops.Layout:
         """Of the kernels, for a sample of this shape."""
         group = max(spec.num_columns, 1) if self.group is None else self.group
-        return ops.Layout(self.bits, group, self.scale, self.rounding, self.fit, self.rotation, self.levels)
+        return ops.Layout(self.bits, group, self.scale, self.rounding, self.fit, self.rotation, self.levels, self.widths)
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Exact size of the buffer."""
@@ -133,4 +152,5 @@ class Quantizer(NamedTuple):
         parts += [f"/{self.fit}"] if self.fit != "extreme" and self.levels == "zero" else []
         parts += [f"/{self.levels}"] if self.levels != "zero" else []
         parts += [f"/{self.rotation}"] if self.rotation != "none" else []
+        parts += [f"/{self.widths}"] if self.widths != "equal" else []
         return "".join(parts)

@@ -34,6 +34,8 @@ FORMS: Mapping[str, Layout] = {
     "g32 e4m3 either": Layout(1, 32, "e4m3", fit="least_error", levels="either"),
     "g64 e4m3 either": Layout(1, 64, "e4m3", fit="least_error", levels="either"),
     "g64 e4m3 either rotated": Layout(1, 64, "e4m3", fit="least_error", rotation="hadamard", levels="either"),
+    "g32 e4m3 mixed": Layout(1, 32, "e4m3", widths="mixed"),
+    "g32 e4m3 either mixed": Layout(1, 32, "e4m3", fit="least_error", levels="either", widths="mixed"),
     "g32 e4m3 stochastic": Layout(1, 32, "e4m3", rounding="stochastic"),
     "row bf16": Layout(1, 0, "bf16"),
 }
@@ -55,7 +57,7 @@ def run(*, json: bool = False, path: Path = RESULTS, bits: Sequence[int] = BITS,
     """Measure, print a table, and with `json` write the result to `path`; return the result."""
     recordings, missing = _recorded.recordings() if recorded else ({}, [])
     data = [*_made(), *(Data(name, values) for name, values in recordings.items())]
-    rows = [_measure(each, form, num_bits) for form, num_bits, each in product(FORMS, bits, data)]
+    rows = [_measure(each, form, num_bits) for form, num_bits, each in product(FORMS, bits, data) if _exists(form, num_bits)]
     outcome = results.result("pipecomp bench errors --json", rows, _bars(rows))
     _print(outcome, data)
     for name in missing:
@@ -79,6 +81,10 @@ def _made() -> list[Data]:
         }
         made += [Data(f"{name} {width}", values.astype(np.float32)) for name, values in kinds.items()]
     return made
+
+
+def _exists(form: str, bits: int) -> bool:
+    return FORMS[form].widths == "equal" or bits in ops.MIXED_BITS
 
 
 def _measure(data: Data, form: str, bits: int) -> results.Row:

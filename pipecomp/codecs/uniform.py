@@ -18,7 +18,8 @@ class Uniform(Codec):
     """`bits` a value and one scale a group; the arithmetic and its error bound are those of `native.ops.encode`.
 
     Options: `bits` (1-8, required), `group` (values that share a scale, or `row`), `scale` (`e4m3`, `bf16`, `fp32`, `fp16`),
-    `rounding` (`nearest`, or `stochastic`: unbiased), `fit` (`extreme`, or `least_error`), `rotation` (`none`, or `hadamard`).
+    `rounding` (`nearest`, or `stochastic`: unbiased), `fit` (`extreme`, or `least_error`), `rotation` (`none`, or `hadamard`),
+    `levels` (`zero`, or `either`), `widths` (`equal`, or `mixed`: a bit more for large groups, one less for small ones).
     With neither `group` nor `scale`: groups of 32 and e4m3.
     """
 

@@ -19,6 +19,8 @@ OPTIONS: list[tuple[str, Mapping[str, object]]] = [
     ("uniform", {"bits": 8, "group": 32, "scale": "fp32"}),
     ("uniform", {"bits": 2, "rotation": "hadamard"}),
     ("uniform", {"bits": 3, "group": 16, "scale": "e4m3", "rounding": "stochastic"}),
+    ("uniform", {"bits": 3, "group": 16, "scale": "e4m3", "widths": "mixed"}),
+    ("delta", {"bits": 2, "widths": "mixed"}),
     ("delta", {"bits": 3, "group": 16, "scale": "fp16", "fit": "least_error", "rotation": "hadamard"}),
     ("delta", {"bits": 2, "group": 24, "first_visit": "whole"}),
     ("delta", {"bits": 2, "rounding": "stochastic", "first_visit": {"codec": "cast", "dtype": "bf16"}}),

@@ -46,6 +46,18 @@ def test_sizes_follow_the_formula(
             assert codec.encoded_nbytes(spec, first_visit=False) == expected
 
 
+@pytest.mark.parametrize("bits", range(2, 8))
+@pytest.mark.parametrize("group", [8, 24, 32, 64])
+def test_mixed_widths_take_a_byte_a_sample_more_than_equal_ones(bits: int, group: int) -> None:
+    equal, mixed = (
+        registry.load("pipecomp.codecs", "delta").from_options({"bits": bits, "group": group, "scale": "e4m3", "widths": widths})
+        for widths in ("equal", "mixed")
+    )
+    for spec in SPECS:
+        more = 1 if spec.num_values else 0
+        assert mixed.encoded_nbytes(spec, first_visit=False) == equal.encoded_nbytes(spec, first_visit=False) + more
+
+
 @pytest.mark.parametrize(("name", "options", "nbytes"), [("identity", {}, 4), ("cast", {}, 2), ("cast", {"dtype": "fp16"}, 2)])
 def test_whole_values_take_the_bytes_of_their_dtype(name: str, options: Mapping[str, object], nbytes: int) -> None:
     codec = registry.load("pipecomp.codecs", name).from_options(options)

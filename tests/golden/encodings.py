@@ -35,6 +35,9 @@ CODECS = [
     {"codec": "delta", "bits": 2},
     {"codec": "delta", "bits": 4},
     {"codec": "delta", "bits": 3, "rotation": "hadamard", "levels": "either", "first_visit": "whole"},
+    *({"codec": "uniform", "bits": bits, "group": 8, "scale": "e4m3", "widths": "mixed"} for bits in (2, 5)),
+    {"codec": "delta", "bits": 2, "group": 8, "scale": "e4m3", "levels": "either", "fit": "least_error", "widths": "mixed"},
+    {"codec": "delta", "bits": 3, "widths": "mixed"},
 ]
 
 

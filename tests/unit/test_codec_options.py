@@ -37,6 +37,14 @@ def build(name: str, **options: object) -> Codec:
         ("uniform", {"bits": 2, "levels": "either", "group": 64}, "needs scale = 'e4m3' and fit = 'least_error'"),
         ("uniform", {"bits": 4, "levels": "either", "fit": "extreme"}, "not 'e4m3' and 'extreme'"),
         ("uniform", {"bits": 2, "levels": "either", "rounding": "stochastic"}, "rounding = 'stochastic'"),
+        ("uniform", {"bits": 2, "widths": "any"}, "use one of: equal, mixed"),
+        ("uniform", {"bits": 1, "widths": "mixed"}, "widths = 'mixed' needs bits = 2 to 7, not 1"),
+        ("uniform", {"bits": 8, "widths": "mixed"}, "widths = 'mixed' needs bits = 2 to 7, not 8"),
+        ("uniform", {"bits": 2, "widths": "mixed", "group": 20}, "needs groups of a multiple of 8, not 20"),
+        ("uniform", {"bits": 2, "widths": "mixed", "group": "row"}, "needs groups of a multiple of 8, not 'row'"),
+        ("uniform", {"bits": 2, "widths": "mixed", "group": 32}, "needs scale = 'e4m3', not 'bf16'"),
+        ("uniform", {"bits": 3, "widths": "mixed", "rounding": "stochastic"}, "needs rounding = 'nearest', not 'stochastic'"),
+        ("uniform", {"bits": 3, "widths": "mixed", "rotation": "hadamard"}, "needs rotation = 'none', not 'hadamard'"),
         ("cast", {"dtype": "fp8"}, "use one of: bf16, fp16"),
         ("identity", {"bits": 2}, "its options are: none"),
         ("delta", {"bits": 2, "first_visit": "half"}, "first_visit = 'half' is not possible"),
@@ -92,9 +100,11 @@ def test_a_description_names_what_differs_from_the_defaults() -> None:
         build("uniform", bits=4),
         build("delta", bits=3, group="row"),
         build("delta", bits=2, group=32, scale="fp32", rounding="stochastic"),
+        build("delta", bits=2, widths="mixed"),
     ]
     assert [codec.describe() for codec in words] == [
         "identity", "fp16", "uniform4/g32/e4m3", "delta3/row", "delta2/g32/fp32/stochastic",
+        "delta2/g32/e4m3/either/mixed",
     ]  # fmt: skip
 
 
