@@ -44,11 +44,16 @@ FORMS: Mapping[str, Options] = {
     "groups of 64, e4m3, either, rotated": {
         "group": 64, "scale": "e4m3", "levels": "either", "rotation": "hadamard",
     },
+    "groups of 32, e4m3, mixed": {"group": 32, "scale": "e4m3", "widths": "mixed"},
+    "groups of 32, e4m3, either, mixed": {"group": 32, "scale": "e4m3", "levels": "either", "widths": "mixed"},
     "groups of 32, e4m3, rotated": {"group": 32, "scale": "e4m3", "rotation": "hadamard"},
     "groups of 32, e4m3, stochastic": {"group": 32, "scale": "e4m3", "rounding": "stochastic"},
 }  # fmt: skip
 ALL = tuple(FORMS)
 FEW = ("groups of 64, bf16", "groups of 32, e4m3", "groups of 32, e4m3, either")
+
+
+MIXED = ("groups of 32, e4m3, mixed", "groups of 32, e4m3, either, mixed")
 
 
 class Case(NamedTuple):
@@ -86,11 +91,12 @@ class Case(NamedTuple):
 
 CASES = (
     *(Case("delta", 2, form) for form in ALL),
-    *(Case("delta", bits, form) for bits in (3, 4) for form in FEW),
+    *(Case("delta", bits, form) for bits in (3, 4) for form in (*FEW, *MIXED)),
     *(Case("first visit", bits, "groups of 32, e4m3") for bits in (3, 4, 5)),
     *(Case("first visit", 4, form) for form in FEW if form != "groups of 32, e4m3"),
     *(Case("direct", bits, form) for bits in (1, 4, 5, 6, 7, 8) for form in FEW),
-    *(Case("backward", 2, form) for form in FEW),
+    *(Case("backward", 2, form) for form in (*FEW, *MIXED)),
+    *(Case("backward", bits, form) for bits in (3, 4) for form in ("groups of 32, e4m3", *MIXED)),
 )
 
 WITHOUT = Case("none", 0, "fp32")
