@@ -68,6 +68,7 @@ CASES = (
     *(Case(Layout(bits, 1600), 1024 * 1600, "1024 x 1600") for bits in (2, 4)),
     *(_default(bits, has_message=has_message) for bits in (2, 3, 4, 6, 8) for has_message in (True, False)),
     _default(_FIRST_BITS, "first visit", has_message=False),
+    *(Case(_default(bits, has_message=True).layout._replace(widths="mixed"), NUM_VALUES, "64 MiB") for bits in (2, 3)),
     Case(Layout(4, 64, "e4m3", "nearest", "least_error", "hadamard", "either"), NUM_VALUES, "64 MiB"),
     Case(Layout(4, 32, "e4m3", "stochastic"), NUM_VALUES, "64 MiB"),
 )
