@@ -31,11 +31,11 @@ from pipecomp.native._groups import (
     top_exponent,
     unpack_block,
 )
-from pipecomp.native._vectors import FITS, HAS_AFTER, HAS_BEFORE, IS_EITHER, as_float
+from pipecomp.native._vectors import FITS, HAS_AFTER, HAS_BEFORE, IS_EITHER, as_float, fetch_groups
 from pipecomp.native.ops import APART, LEAST_MIXED_TOP, SHARES, Layout, grid
 
 _NUM_PLACES = 128
-_STRIDE = 512  # groups looked at for one width after the other, while they are in a near cache
+_STRIDE = 128  # groups looked at for one width after the other, while they are in a near cache
 _E4M3 = SCALES.index("e4m3")
 _IS_ABOVE = np.uint32(0x80000000)  # with the bits of a largest magnitude: it is that of a positive difference
 
@@ -219,21 +219,28 @@ def encoder(layout: Layout, has_in: bool, has_out: bool, max_lanes: int) -> Call
                 kind = places[index]
                 order[turns[kind]] = index
                 turns[kind] += 1
+            ahead = np.int64(_STRIDE)
             turn, wide_turn, narrow_turn = num_wide, np.int64(0), num_whole - num_wide
             for end in range(_STRIDE, num_whole + _STRIDE, _STRIDE):
                 while wide_turn + at_once <= num_wide and order[wide_turn + at_once - 1] < end:
+                    fetch_groups(values, before, after, min(ahead, num_whole - at_once), at_once, fixed_group, flags)
+                    ahead += at_once
                     encode_gathered(
                         values, before, after, payload, order, marks, wide_turn, np.int64(2), wide_offset, wide_lowest,
                         np.int32(wide_floor), fixed_group, wide_bits, flags,
                     )  # fmt: skip
                     wide_turn, wide_offset = wide_turn + at_once, wide_offset + at_once * group * wide_bits // 8
                 while turn + at_once <= num_whole - num_wide and order[turn + at_once - 1] < end:
+                    fetch_groups(values, before, after, min(ahead, num_whole - at_once), at_once, fixed_group, flags)
+                    ahead += at_once
                     encode_gathered(
                         values, before, after, payload, order, marks, turn, np.int64(2), offset, lowest,
                         np.int32(middle_floor), fixed_group, bits, flags,
                     )  # fmt: skip
                     turn, offset = turn + at_once, offset + at_once * group * bits // 8
                 while narrow_turn + at_once <= num_whole and order[narrow_turn + at_once - 1] < end:
+                    fetch_groups(values, before, after, min(ahead, num_whole - at_once), at_once, fixed_group, flags)
+                    ahead += at_once
                     encode_gathered(
                         values, before, after, payload, order, marks, narrow_turn, np.int64(2), narrow_offset, narrow_lowest,
                         np.int32(0), fixed_group, narrow_bits, flags,

@@ -256,6 +256,24 @@ def unpack(typing_context, codes, unpacked, offset, nbytes, shift, width):
     return nb.void(codes, unpacked, offset, nbytes, shift, width), generate
 
 
+@intrinsic(prefer_literal=True)
+def fetch_groups(typing_context, values, before, after, first, count, group, flags):
+    """Ask for the cache lines of `count`, a literal, groups from number `first` on, before they are needed out of order."""
+    flag, length = flags.literal_value, group.literal_value
+    num_values = length * count.literal_value
+
+    def generate(context, builder, signature, args):
+        memory = Memory(context, builder, signature, args)
+        start = builder.mul(args[3], args[3].type(length))
+        arrays = [(0, False)] + [(1, False)] * bool(flag & HAS_BEFORE) + [(2, True)] * bool(flag & HAS_AFTER)
+        for array, is_written in arrays:
+            for place in range(0, num_values, 16):  # 64 bytes
+                memory.fetch(array, builder.add(start, start.type(place)), is_written=is_written)
+        return context.get_dummy_value()
+
+    return nb.void(values, before, after, first, count, group, flags), generate
+
+
 def _widths(num_lanes):
     """A range is cut into vectors of `num_lanes`, what is left into vectors of 16, what is left then into single lanes."""
     return (num_lanes, 16, 1) if num_lanes > 16 else (num_lanes, 1)
@@ -294,6 +312,13 @@ class Memory:
 
     def store_scalar(self, array, index, value) -> None:
         self._builder.store(value, self._builder.gep(self._bases[array], [index]))
+
+    def fetch(self, array, index, *, is_written) -> None:
+        """Ask for the cache line of this element; a hint, which changes nothing else."""
+        pointer = self._builder.bitcast(self._builder.gep(self._bases[array], [index]), _BYTE.as_pointer())
+        function = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
+        prefetch = cgutils.get_or_insert_function(self._builder.module, function, "llvm.prefetch.p0i8")
+        self._builder.call(prefetch, [pointer, _INT(int(is_written)), _INT(2), _INT(1)])
 
     def _alignment(self, array):
         return self._types[array].dtype.bitwidth // 8
