@@ -33,8 +33,6 @@ from pipecomp.types import Kind, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipecomp.models._transformers import TransformersModel
-
 MAX_HELD_OUT = 256
 """Samples held out of the training file when the run file does not say how many."""
 
@@ -237,8 +235,8 @@ def _divide(config: RunConfig, train: Dataset, held_out: Dataset | None) -> tupl
 
 
 def _with_classes(
-    config: RunConfig, model: TransformersModel, train: Dataset, held_out: Dataset | None
-) -> tuple[TransformersModel, Dataset, Dataset | None]:
+    config: RunConfig, model: Model, train: Dataset, held_out: Dataset | None
+) -> tuple[Model, Dataset, Dataset | None]:
     """Join what the data and the model say of classes: one order for both."""
     names = choose_classes(
         train,

@@ -21,10 +21,11 @@ from typing import Any, Self
 
 import torch
 
+from pipecomp import registry
 from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import INDEX_FILE, SINGLE_FILE
 from pipecomp.models._transformers import whole_on_meta
-from pipecomp.models.base import ModelPlan
+from pipecomp.models.base import ModelMaker, ModelPlan
 
 
 class ModelFolderWriter:
@@ -169,6 +170,9 @@ def save_folder(
 def _write_config(folder: Path, config: Mapping[str, Any], task: str) -> None:
     from transformers import AutoConfig
 
+    if isinstance(registry.load("pipecomp.models", config["model_type"]), ModelMaker):  # transformers does not know it
+        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        return
     parsed = type(AutoConfig.for_model(config["model_type"])).from_dict(dict(config))
     parsed.architectures = [type(whole_on_meta(parsed, task)).__name__]
     parsed.save_pretrained(folder)

@@ -20,6 +20,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import INDEX_FILE, PICKLED_FILES, SINGLE_FILE, CheckpointReader, read_index
 from pipecomp.models._family import ModelFamily, TransformersConfig
 from pipecomp.models._transformers import TransformersModel
+from pipecomp.models.base import Model, ModelMaker
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILES = (
@@ -36,7 +37,7 @@ TOKENIZER_FILES = (
 _NOT_CONTENT = ("transformers_version", "_name_or_path", "torch_dtype", "architectures")
 
 
-def open_model(source: ModelConfig) -> TransformersModel:
+def open_model(source: ModelConfig) -> Model:
     """The model that a run file's [model] section describes; its weights are found, not read.
 
     Raises:
@@ -53,34 +54,35 @@ def open_model(source: ModelConfig) -> TransformersModel:
         config = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
     except (OSError, ValueError, msgspec.ValidationError) as e:
         raise ConfigError(f"{path} is not a model configuration: {e}") from e
-    family = _family(config)
-    aliases = family.stored_aliases(config)
-    reader = None if source.weights == "random" else _find_weights(source.name, source.revision, locate, family.prefix, aliases)
-    return _make_model(family, config, source.freeze, source.dropout, reader)
+    plugin = _plugin(config)
+    prefix, aliases = ("", {}) if isinstance(plugin, ModelMaker) else (plugin.prefix, plugin.stored_aliases(config))
+    reader = None if source.weights == "random" else _find_weights(source.name, source.revision, locate, prefix, aliases)
+    return _make_model(plugin, config, source.freeze, source.dropout, reader)
 
 
 def model_from_config(
     config: Mapping[str, object], *, freeze: Sequence[str] = (), dropout: float | None = None
-) -> TransformersModel:
+) -> Model:
     """The model of a configuration; needs no file.
 
     Args:
-        config: transformers' configuration as plain values, `model_type` included.
+        config: transformers' configuration (or a `ModelMaker`'s own) as plain values, `model_type` included.
         freeze: fnmatch patterns over Hugging Face parameter names.
         dropout: replaces every dropout of the configuration.
 
     Raises:
         ConfigError: an unsupported family, values that transformers refuses, or a pattern that matches nothing.
     """
-    return _make_model(_family(config), config, freeze, dropout, None)
+    return _make_model(_plugin(config), config, freeze, dropout, None)
 
 
-def with_classes(model: TransformersModel, source: ModelConfig, names: Sequence[str]) -> TransformersModel:
+def with_classes(model: Model, source: ModelConfig, names: Sequence[str]) -> Model:
     """The same model for these classes, in this order; its configuration names them as transformers does.
 
     Args:
         source: what `model` was opened from; its `freeze` and `dropout` hold again.
     """
+    assert isinstance(model, TransformersModel), "only families of transformers have classifiers"
     classes = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
     return _make_model(model.family, {**model.config, **classes}, source.freeze, source.dropout, model.weights)
 
@@ -94,22 +96,24 @@ def tokenizer_files(source: ModelConfig) -> tuple[Path, ...]:
 
 
 def _make_model(
-    family: ModelFamily,
+    plugin: ModelFamily | ModelMaker,
     config: Mapping[str, object],
     freeze: Sequence[str],
     dropout: float | None,
     reader: CheckpointReader | None,
-) -> TransformersModel:
+) -> Model:
+    if isinstance(plugin, ModelMaker):
+        return plugin.make(config, freeze=freeze, dropout=dropout, weights=reader)
     plain = _canonical(config)
     parsed = _parse(plain)
     if dropout is not None:
-        for key in family.dropout_keys:
+        for key in plugin.dropout_keys:
             setattr(parsed, key, dropout)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-    return TransformersModel(family, parsed, plain, xxhash.xxh3_64_hexdigest(text.encode()), freeze, reader)
+    return TransformersModel(plugin, parsed, plain, xxhash.xxh3_64_hexdigest(text.encode()), freeze, reader)
 
 
-def _family(config: Mapping[str, object]) -> ModelFamily:
+def _plugin(config: Mapping[str, object]) -> ModelFamily | ModelMaker:
     model_type = config.get("model_type")
     known = registry.names("pipecomp.models")
     if model_type not in known:
@@ -117,8 +121,8 @@ def _family(config: Mapping[str, object]) -> ModelFamily:
         raise ConfigError(f"{given}; supported: {', '.join(known)}. Choose a model of these families, or add a plugin for it")
     if config.get("quantization_config") is not None:
         raise ConfigError("the model's weights are quantized (quantization_config): name the unquantized model")
-    family: ModelFamily = registry.load("pipecomp.models", str(model_type))
-    return family
+    plugin: ModelFamily | ModelMaker = registry.load("pipecomp.models", str(model_type))
+    return plugin
 
 
 def _parse(config: Mapping[str, object]) -> TransformersConfig:
@@ -142,7 +146,8 @@ def _canonical(config: Mapping[str, object]) -> dict[str, Any]:
 
 def _refuse_unknown_keys(config: Mapping[str, object]) -> None:
     """A typo in a hand-written configuration would silently train another model."""
-    _family(config)
+    if isinstance(_plugin(config), ModelMaker):
+        return  # it checks its own keys
     default = _parse({"model_type": config["model_type"]})
     known = sorted({*default.to_dict(), *default.attribute_map, "rope_theta", "rope_scaling", "num_labels"})
     for key in config:

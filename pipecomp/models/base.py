@@ -19,7 +19,7 @@ with a gradient of its own, and the runtime adds the two (embedding's first) onc
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -177,3 +177,39 @@ class Model(abc.ABC):
     def share_tied_storage(self, first: StageModule, last: StageModule) -> None:
         """Let the head of `last` use the memory of the embedding of `first`, where one process holds both in two shards.
         Call it after both are on their device; does nothing where the model ties no weights."""
+
+
+class ModelMaker(abc.ABC):
+    """A plugin of `pipecomp.models` whose layers are its own; a family of transformers is a `ModelFamily` instead.
+
+    Its checkpoints name every tensor as `ModelPlan.parameters` does.
+
+    Attributes:
+        model_type: what configurations call it, and the plugin's name.
+    """
+
+    model_type: str
+
+    @abc.abstractmethod
+    def tiny_config(self) -> dict[str, Any]:
+        """A configuration small enough for the conformance suite: at least 3 blocks."""
+
+    @abc.abstractmethod
+    def make(
+        self,
+        config: Mapping[str, object],
+        *,
+        freeze: Sequence[str] = (),
+        dropout: float | None = None,
+        weights: CheckpointReader | None = None,
+    ) -> Model:
+        """The model of a configuration, `model_type` included.
+
+        Args:
+            freeze: fnmatch patterns over parameter names.
+            dropout: replaces every dropout of the configuration, where there are any.
+            weights: where its tensors are read from; None: they start at random.
+
+        Raises:
+            ConfigError: a key or a value of `config` that is not allowed, or a pattern that matches nothing.
+        """

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipecomp import registry
 from pipecomp.models import auto_class, model_from_config
-from pipecomp.models.base import CLASSIFICATION, Batch, LayerSeeds, Model, StageModule
+from pipecomp.models._family import ModelFamily
+from pipecomp.models.base import CLASSIFICATION, Batch, LayerSeeds, Model, ModelMaker, StageModule
 from pipecomp.partition import shards_from_counts
 from pipecomp.types import Shard
 
@@ -40,23 +42,29 @@ class Result(NamedTuple):
     gradients: dict[str, torch.Tensor | None]  # by Hugging Face name, a tied weight's two apart
 
 
+def plugins(kind: type[ModelFamily | ModelMaker]) -> list[str]:
+    """Names of the plugins of this kind."""
+    names = registry.names("pipecomp.models")
+    return [name for name in names if isinstance(registry.load("pipecomp.models", name), kind)]
+
+
 def check_model(config: Config) -> None:
-    """Run every check on a family's configuration (see `ModelFamily.tiny_config`)."""
+    """Run every check on a plugin's configuration (see `ModelFamily.tiny_config` and `ModelMaker.tiny_config`)."""
     for check in ALL_CHECKS:
         check(config)
 
 
 def check_any_split_has_the_whole_models_bits(config: Config) -> None:
-    """Logits, loss and every gradient equal those of plain transformers, bit for bit, with and without padding, in
-    evaluation and in training with dropout 0."""
+    """Logits, loss and every gradient equal those of the whole model (see `run_whole`), bit for bit, with and without padding,
+    in evaluation and in training with dropout 0."""
     model = model_from_config(config, dropout=0.0)
     for lengths in ((5, 9, 1, 12), (6, 6), (1,)):
         batch = make_batch(model, lengths)
-        expected = run_whole(model, batch)
-        for shards in even_splits(model):
-            case = f"{len(shards)} stages, lengths {lengths}"
-            _assert_same(run_split(model, shards, batch), expected, case)
-            _assert_same(run_split(model, shards, batch, seeds=CountingSeeds(1)), expected, f"{case}, training")
+        for seeds in (None, CountingSeeds(1)):
+            expected = run_whole(model, batch, seeds=seeds)
+            for shards in even_splits(model):
+                case = f"{len(shards)} stages, lengths {lengths}{', training' if seeds else ''}"
+                _assert_same(run_split(model, shards, batch, seeds=seeds), expected, case)
 
 
 def check_padding_is_inert(config: Config) -> None:
@@ -236,10 +244,13 @@ def run_split(
         return Result(_real_logits(outgoing[-1], batch), loss.detach(), gradients)
 
 
-def run_whole(model: Model, batch: Batch, *, seed: int = 1) -> Result:
-    """The same by plain transformers: its own model, attention mask, labels and loss."""
+def run_whole(model: Model, batch: Batch, *, seeds: LayerSeeds | None = None, seed: int = 1) -> Result:
+    """The same by plain transformers: its own model, attention mask, labels and loss; `seeds` matter to no model without dropout.
+    A model that is not of transformers has nothing to be compared with but itself, in one stage."""
     from transformers import AutoConfig
 
+    if isinstance(registry.load("pipecomp.models", model.config["model_type"]), ModelMaker):
+        return run_split(model, [_whole_shard(model)], batch, seeds=seeds, seed=seed)
     with _one_thread():
         values = {key: value for key, value in model.config.items() if key != "model_type"}
         config = type(AutoConfig.for_model(model.config["model_type"])).from_dict(values)

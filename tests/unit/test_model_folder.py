@@ -14,10 +14,12 @@ from pipecomp import registry
 from pipecomp.config import ModelConfig
 from pipecomp.errors import ConfigError
 from pipecomp.models import ModelFolderWriter, auto_class, model_from_config, open_model, save_folder
+from pipecomp.models._family import ModelFamily
 from pipecomp.models.base import Batch
+from pipecomp.testing import model_checks
 from pipecomp.types import Shard
 
-FAMILIES = registry.names("pipecomp.models")
+FAMILIES = model_checks.plugins(ModelFamily)
 
 
 def tiny_model(family: str = "gpt2", *, tied: bool = True) -> Any:

@@ -15,9 +15,11 @@ from pipecomp import registry
 from pipecomp.config import ModelConfig
 from pipecomp.errors import ConfigError
 from pipecomp.models import CheckpointReader, auto_class, model_from_config, open_model, tokenizer_files, with_classes
+from pipecomp.models._family import ModelFamily
+from pipecomp.testing import model_checks
 from pipecomp.types import Shard
 
-FAMILIES = registry.names("pipecomp.models")
+FAMILIES = model_checks.plugins(ModelFamily)
 
 
 def tiny(family: str, **changes: object) -> dict[str, Any]:
