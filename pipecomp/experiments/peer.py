@@ -27,6 +27,7 @@ from pipecomp.config import parse_run_config, resolved_toml
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.experiments.torch_pipeline import Sizes
 from pipecomp.testing.hosts import NamespaceHosts, why_not
+from pipecomp.testing.shaping import LinkShape
 from pipecomp.units import parse_rate
 
 COMMAND, RESULTS = "pipecomp bench peer --json", Path("docs/results/peer.json")
@@ -144,7 +145,7 @@ def _rate_rows(rate: str, folder: Path, rounds: int) -> list[results.Row]:
 def take_turn(system: str, rate: str, folder: Path) -> list[float]:
     """Start one system on hosts of its own; seconds of each of its warm steps."""
     nbits_per_s = None if rate == UNSHAPED else round(8 * parse_rate(rate, "rate"))
-    with NamespaceHosts(WORLD_SIZE + 1, rate_nbits_per_s=nbits_per_s) as hosts:
+    with NamespaceHosts(WORLD_SIZE + 1, LinkShape(nbits_per_s)) as hosts:
         compression = SYSTEMS[system]
         if compression is None:
             return _turn_of_peer(hosts, folder)[1:]

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipecomp.testing.hosts import NamespaceHosts, why_not
+from pipecomp.testing.goodput import measure_neighbours
+from pipecomp.testing.hosts import NamespaceHosts, wait_until_ready, why_not
+from pipecomp.testing.packet_delay import why_no_delay
+from pipecomp.testing.shaping import LinkShape
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
 
@@ -92,3 +95,23 @@ def test_compressed_traffic_over_three_hosts_has_the_bytes_of_its_codecs(run_fol
     for kind in ("forward", "backward"):
         traffic = summary["traffic"][kind]
         assert traffic["payload_bytes"] * 8 == traffic["values"] * 4.25  # 4 bits, and a bf16 scale for 64 values
+
+
+def test_a_shaped_link_carries_less_than_its_label_and_nearly_all_of_it(run_folder: Path) -> None:
+    with NamespaceHosts(3, LinkShape(40e6), unshaped=[2]) as hosts:
+        shaped, one_end = measure_neighbours(hosts, 3, duration_s=0.5)
+    assert 0.8 * 5e6 < shaped < 5e6  # headers take their part
+    assert 0.8 * 5e6 < one_end < 5e6  # the sender's end is slow; the receiver's is not
+
+
+@pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())
+def test_what_a_host_receives_is_delayed_with_netem_or_without(run_folder: Path) -> None:
+    code = "import socket, time; t = time.monotonic(); socket.create_connection(({0!r}, {1}), 20); print(time.monotonic() - t)"
+    with NamespaceHosts(2, LinkShape(delay_s=0.05)) as hosts:
+        assert hosts.missing == ()
+        server = f"import socket; s = socket.create_server(({hosts.address(1)!r}, 7691)); print('ready', flush=True); s.accept()"
+        listening = hosts.start(1, [sys.executable, "-c", server], log=run_folder / "server")
+        wait_until_ready(listening, run_folder / "server")
+        dialled = hosts.start(0, [sys.executable, "-c", code.format(hosts.address(1), 7691)], log=run_folder / "client")
+        assert dialled.wait(timeout=60) == 0
+    assert float((run_folder / "client").read_text()) >= 0.1  # there and back

@@ -1,0 +1,94 @@
+"""How the kernel slows a link down: queues for rate, delay and loss. Knows tc(8) and its answers; no hosts.
+
+    netem (delay, loss)  -->  tbf (rate)       where the kernel has netem
+                              tbf (rate)       where it has not; a delay can then be had in another way (`packet_delay`)
+
+Rates of a token bucket count Ethernet and TCP headers: one TCP connection gets about 95.5 % of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import shlex
+import subprocess
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_MIN_BURST = 16_000
+_QUEUE = "50ms"
+
+
+class LinkShape(NamedTuple):
+    """What is asked of a machine's link, in each direction."""
+
+    rate_nbits_per_s: float | None = None
+    """None: as fast as it goes."""
+    delay_s: float = 0.0
+    """One way, of everything that is sent."""
+    loss: float = 0.0
+    """Part of all packets that is lost, from 0 to 1."""
+
+    def describe(self) -> str:
+        """Such as `100 Mbit/s, 10 ms, 1 % lost`."""
+        rate = "unshaped" if self.rate_nbits_per_s is None else f"{self.rate_nbits_per_s / 1e6:g} Mbit/s"
+        delay = [f"{1e3 * self.delay_s:g} ms"] if self.delay_s else []
+        return ", ".join([rate, *delay, *([f"{100 * self.loss:g} % lost"] if self.loss else [])])
+
+
+class KernelRefused(RuntimeError):
+    """A command of ip(8), tc(8) or iptables(8) failed; the text has the command and its answer."""
+
+
+def sending_commands(device: str, shape: LinkShape, *, has_netem: bool) -> list[list[str]]:
+    """Arguments of tc(8) that shape what leaves through `device`; without netem, its rate alone."""
+    commands, parent = [], ["root"]
+    if has_netem and (shape.delay_s or shape.loss):
+        options = [*(["delay", f"{1e3 * shape.delay_s:g}ms"] if shape.delay_s else [])]
+        options += ["loss", f"{100 * shape.loss:g}%"] if shape.loss else []
+        # All that may be under way must fit, or the queue drops it: 10 Gbit/s for a second are 800,000 packets.
+        commands.append(["qdisc", "add", "dev", device, "root", "handle", "1:", "netem", *options, "limit", "1000000"])
+        parent = ["parent", "1:1"]
+    return commands + _bucket(device, shape, parent)
+
+
+def receiving_commands(device: str, shape: LinkShape) -> list[list[str]]:
+    """The same for the switch's end of a cable, through which all leaves that the host receives: its rate alone."""
+    return _bucket(device, shape, ["root"])
+
+
+def _bucket(device: str, shape: LinkShape, parent: Sequence[str]) -> list[list[str]]:
+    rate = shape.rate_nbits_per_s
+    if rate is None:
+        return []
+    burst = max(_MIN_BURST, int(rate / 8 / 500))  # 2 ms of the rate, and never under ten full frames
+    options = ["rate", f"{rate:.0f}bit", "burst", str(burst), "latency", _QUEUE]
+    return [["qdisc", "add", "dev", device, *parent, "handle", "10:", "tbf", *options]]
+
+
+@functools.cache
+def kernel_has_netem() -> bool:
+    """Whether a queue of this kind can be made; needs root.
+
+    Raises:
+        KernelRefused: there is another reason why not.
+    """
+    name = f"pc-try-{secrets.token_hex(2)}"
+    run(["ip", "netns", "add", name])
+    try:
+        run(["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
+    except KernelRefused as refused:
+        if "qdisc kind is unknown" not in str(refused):
+            raise
+        return False
+    finally:
+        run(["ip", "netns", "del", name])
+    return True
+
+
+def run(command: Sequence[str]) -> str:
+    """What a command prints. Raises KernelRefused with its answer."""
+    done = subprocess.run(list(command), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KernelRefused(f"{shlex.join(command)}: {done.stderr.strip()}")
+    return done.stdout
