@@ -32,9 +32,6 @@ from pipecomp.transport._tcp_address import NO_CONNECTION, Endpoint, endpoint_te
 from pipecomp.transport._zeromq_socket import SocketPump
 from pipecomp.transport.base import Address, Connection, Frame, Listener, Transport
 
-SEND_BUFFER_NBYTES = 256 * 2**10
-"""The kernel's queue for each connection. More would only hide from the link how slow its peer is."""
-
 _FAREWELL = b"pipecomp: this end has closed the connection \x91\x1f\xa0"
 _RETRY_S = 0.05
 _UNBIND_S = 1.0
@@ -58,10 +55,10 @@ wait behind whole frames and must be patient."""
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
+    """The kernel sizes its own queues: a send buffer of fixed size caps a long path at that size a round trip."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_NBYTES)
     socket.setsockopt(zmq.IPV6, int(":" in endpoint.host))
     for option, value in _VANISHED:
         socket.setsockopt(option, value)

@@ -8,7 +8,8 @@ from typing import Any
 
 import zmq
 
-from pipecomp.transport.zeromq import ZeromqListener, ZeromqTransport
+from pipecomp.transport._tcp_address import Endpoint
+from pipecomp.transport.zeromq import ZeromqListener, ZeromqTransport, _prepare
 
 
 class FrameOfNobody:
@@ -29,6 +30,12 @@ async def test_a_message_of_a_peer_that_is_gone_already_is_dropped_and_the_next_
     await dialled.send([b"hello"])
     assert [bytes(frame) for frame in await (await listener.accept()).receive()] == [b"hello"]
     await transport.close()
+
+
+def test_the_kernel_is_left_to_size_what_it_queues() -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        _prepare(socket, Endpoint("127.0.0.1", 1))
+        assert (socket.getsockopt(zmq.SNDBUF), socket.getsockopt(zmq.RCVBUF)) == (-1, -1)
 
 
 async def test_last_words_leave_although_the_listener_closes() -> None:
