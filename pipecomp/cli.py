@@ -260,6 +260,28 @@ def plan_accuracy(json: Annotated[bool, typer.Option("--json", help="Also write 
 
 
 @bench.command()
+def links(
+    json: Annotated[
+        bool, typer.Option("--json/--no-json", help="Keep every cell's figures as JSON, and run only what is not there yet.")
+    ] = True,
+    rates: Annotated[
+        str | None, typer.Option(metavar="RATE,...", help="Some rates (unshaped, 100mbit, 1gbit); the grid when left out.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="METHOD,...", help="Some of fp32, fw4bw8, fw3bw6, fw2bw4; all of them when left out.")
+    ] = None,
+    setting: Annotated[
+        str | None, typer.Option(metavar="gpt2-xl|deberta-xxl", help="One setting; all of them when left out.")
+    ] = None,
+    hosts: Annotated[str, typer.Option(metavar="namespaces|local", help="What stands for machines.")] = "namespaces",
+) -> None:
+    """Sequences a second over slow links against the ideal, with compute that sleeps. All of it takes about two hours."""
+    from pipecomp.experiments import links as experiment
+
+    experiment.run(json=json, rates=rates, methods=methods, setting=setting, hosts=hosts)
+
+
+@bench.command()
 def errors(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
     """Relative error of each quantizer at 1 to 8 bits, on made and on recorded data."""
     from pipecomp.codecs import bench_errors

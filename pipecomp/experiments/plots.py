@@ -75,5 +75,12 @@ def draw_quality(result: results.Row, figure: Any) -> None:  # noqa: ANN401 - ma
     quality_plot.draw_quality(result, figure)
 
 
-DRAWINGS: Final[Mapping[str, Drawing]] = {"convergence": draw_convergence, "quality": draw_quality}
+def draw_links(result: results.Row, figure: Any) -> None:  # noqa: ANN401 - matplotlib has no types
+    """See `links_plot`."""
+    from pipecomp.experiments import links_plot
+
+    links_plot.draw_links(result, figure)
+
+
+DRAWINGS: Final[Mapping[str, Drawing]] = {"convergence": draw_convergence, "links": draw_links, "quality": draw_quality}
 """Result name -> what draws it."""

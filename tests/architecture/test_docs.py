@@ -25,6 +25,7 @@ COMMANDS = [
     *("bench kernels", "bench convergence", "bench plots", "bench quality", "bench store", "bench errors"),
     "bench peer",
     "bench plan",
+    "bench links",
 ]
 NO_DEFAULT = "–"
 

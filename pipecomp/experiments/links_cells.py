@@ -1,0 +1,234 @@
+"""Which runs `pipecomp bench links` makes: settings, methods, rates. Knows run configurations, codecs and the ideal on paper;
+runs nothing.
+
+A setting is a published experiment without its machines: how many stages, what crosses between them, and how long each computes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from pipecomp import planning
+from pipecomp.config import RunConfig, parse_run_config
+from pipecomp.errors import ConfigError
+from pipecomp.runtime.rehearsal import make_codec
+from pipecomp.types import Kind, TensorSpec
+
+_VERSION = 1
+"""Goes up when the same settings would give other figures; every cell is then run again."""
+UNSHAPED = "unshaped"
+RATES = (UNSHAPED, "1gbit", "500mbit", "300mbit", "100mbit", "50mbit", "30mbit")
+FP32 = "fp32"
+METHODS: Mapping[str, tuple[int, int] | None] = {FP32: None, "fw4bw8": (4, 8), "fw3bw6": (3, 6), "fw2bw4": (2, 4)}
+"""Bits of changes of activations forward, and of their gradients backward."""
+TEXT, TOKENIZER = Path("examples/state-of-the-union.jsonl"), Path("examples/demo-gpt2")
+_MEASURED_S, _FEWEST, _MOST = 40.0, 2, 5
+"""About how long a cell's measured steps take together, and how many there are."""
+
+
+class Setting(NamedTuple):
+    """What is replayed."""
+
+    key: str
+    title: str
+    num_stages: int
+    num_microbatches: int
+    samples: int
+    """In a microbatch."""
+    num_rows: int
+    """Tokens of a sample."""
+    num_columns: int
+    forward_s: float
+    """Of one stage and one microbatch."""
+    backward_s: float
+    """Recomputing the forward pass included."""
+    origin: str
+    """Where the times are from."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_microbatches * self.samples
+
+    @property
+    def spec(self) -> TensorSpec:
+        """One sample's activation."""
+        return TensorSpec(self.num_rows, self.num_columns)
+
+
+SETTINGS = (
+    Setting(
+        "gpt2-xl", "GPT-2 XL on 8 machines, 32 microbatches of 1 x 1024 x 1600", 8, 32, 1, 1024, 1600, 0.051, 0.154,
+        "times of an eighth of the model on a V100",
+    ),
+    Setting(
+        "deberta-xxl", "DeBERTa-v2 XXL on 8 machines, 4 microbatches of 8 x 256 x 1536", 8, 4, 8, 256, 1536, 0.094, 0.284,
+        "times of gpt2-xl, times tokens and squares of widths: 2 x (1536 / 1600)^2",
+    ),
+)  # fmt: skip
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    setting: str
+    method: str
+    rate: str
+    """`unshaped`, or a rate such as `100mbit`."""
+
+    def __str__(self) -> str:
+        return f"{self.setting} {self.method} {self.rate}"
+
+    @property
+    def nbits_per_s(self) -> float | None:
+        """What the links are told; None: they are not slowed down."""
+        return rate_nbits_per_s(self.rate)
+
+
+class Order(NamedTuple):
+    """A cell with all that its figures depend on."""
+
+    cell: Cell
+    setting: Setting
+    num_warm_up: int
+    num_measured: int
+    config: RunConfig
+    settings: str
+    """A hash of all of it."""
+
+    @property
+    def nominal_s(self) -> float:
+        """A step on paper at the rate that the links are told."""
+        rate = self.cell.nbits_per_s
+        return ideal(self.setting, self.config, 0.955 * rate / 8 if rate else math.inf).step.duration_s
+
+
+def rate_nbits_per_s(text: str) -> float | None:
+    """Of `unshaped` None; of `100mbit` 1e8. Raises ConfigError."""
+    if text == UNSHAPED:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"--rates: {text!r} is no rate: write 'unshaped', or one such as '100mbit' or '1gbit'")
+    return float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]]
+
+
+def find_setting(key: str, settings: Sequence[Setting] = SETTINGS) -> Setting:
+    """By its key. Raises ConfigError."""
+    for setting in settings:
+        if setting.key == key:
+            return setting
+    raise ConfigError(f"--setting: there is no {key!r}; there are: {', '.join(setting.key for setting in settings)}")
+
+
+def make_order(setting: Setting, method: str, rate: str, *, hosts: str, cluster: Mapping[str, Any]) -> Order:
+    """A cell's run.
+
+    Args:
+        hosts: what stands for machines, a word.
+        cluster: keys of [cluster] that slow links down, where nothing else does.
+
+    Raises:
+        ConfigError: no such method, or a file that is not there.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"--methods: there is no {method!r}; there are: {', '.join(METHODS)}")
+    for path in (TEXT, TOKENIZER):
+        if not path.exists():
+            raise ConfigError(f"the benchmark needs {path}: run it in the folder of the source tree")
+    cell = Cell(setting.key, method, rate)
+    nbits = cell.nbits_per_s
+    probe = _config(setting, method, 1, cluster)
+    step_s = ideal(setting, probe, 0.955 * nbits / 8 if nbits else math.inf).step.duration_s
+    num_measured = min(_MOST, max(_FEWEST, math.ceil(_MEASURED_S / step_s)))
+    num_warm_up = 1 if METHODS[method] is None else 2  # every sample's first visit, and the first one that is none
+    config = _config(setting, method, num_warm_up + num_measured, cluster)
+    described = [_VERSION, hosts, setting, nbits, num_warm_up, msgspec.to_builtins(config)]
+    described[-1]["data"] |= {"train": TEXT.name, "tokenizer": TOKENIZER.name}  # wherever they are
+    settings = xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
+    return Order(cell, setting, num_warm_up, num_measured, config, settings)
+
+
+def _config(setting: Setting, method: str, num_steps: int, cluster: Mapping[str, Any]) -> RunConfig:
+    """Every epoch is one step, so that a sample's next visit is in the next step."""
+    bits = METHODS[method]
+    forward = {"codec": "identity"} if bits is None else {"codec": "delta", "bits": bits[0]}
+    backward = {"codec": "identity"} if bits is None else {"codec": "uniform", "bits": bits[1]}
+    return parse_run_config(
+        {
+            "model": {
+                "config": {
+                    "model_type": "synthetic",
+                    "n_layer": setting.num_stages,
+                    "n_embd": setting.num_columns,
+                    "n_positions": setting.num_rows,
+                    "forward_s": setting.forward_s,
+                    "backward_s": setting.backward_s,
+                }
+            },
+            "data": {
+                "train": str(TEXT.resolve()),
+                "tokenizer": str(TOKENIZER.resolve()),
+                "max_length": setting.num_rows,
+                "packing": True,
+                "max_train_samples": setting.batch_size,
+                "max_eval_samples": 0,
+            },
+            "train": {
+                "num_train_epochs": num_steps,
+                "batch_size": setting.batch_size,
+                "num_microbatches": setting.num_microbatches,
+                "save_model": False,
+            },
+            "compression": {"forward": forward, "backward": backward},
+            # Eight starts at once on a small machine take their time, and a heartbeat late there is no failure.
+            "cluster": {"num_stages": setting.num_stages, "heartbeat_timeout_s": 60.0, **cluster},
+        },
+        f"the setting {setting.key}",
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- what is expected
+
+
+def message_nbytes(setting: Setting, config: RunConfig, kind: Kind, *, first_visit: bool = False) -> int:
+    """Payload of one microbatch on one link, by the codec's own size."""
+    return setting.samples * make_codec(config, kind).encoded_nbytes(setting.spec, first_visit=first_visit)
+
+
+def expected_payload(order: Order) -> dict[str, int]:
+    """Bytes of all links and steps of a cell's run, by kind, if no sample is sent afresh."""
+    num_messages = (order.setting.num_stages - 1) * order.setting.num_microbatches
+    num_steps = order.num_warm_up + order.num_measured
+    expected = {}
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        first, later = (
+            message_nbytes(order.setting, order.config, kind, first_visit=is_first) for is_first in (True, False)
+        )
+        expected[kind.value] = num_messages * (first + (num_steps - 1) * later)
+    return expected
+
+
+def ideal(
+    setting: Setting, config: RunConfig, rate_nbytes_per_s: float, *, header_nbytes: float = 0.0, both_ways: bool = True
+) -> planning.Candidate:
+    """The shortest step on paper: compute at its nominal speed, links at this goodput, nothing else.
+
+    Args:
+        rate_nbytes_per_s: what one host can send, and receive if `both_ways`.
+        header_nbytes: of each message, besides its payload.
+    """
+    link = planning.LinkCost(
+        message_nbytes(setting, config, Kind.FORWARD) + header_nbytes,
+        message_nbytes(setting, config, Kind.BACKWARD) + header_nbytes,
+    )
+    host = planning.Host(rate_nbytes_per_s, rate_nbytes_per_s if both_ways else math.inf)
+    stage = planning.StageCost(setting.forward_s, setting.backward_s)
+    return planning.ideal(planning.even_setting(setting.num_stages, stage, link, host), setting.num_microbatches)
