@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipecomp import results
 from pipecomp.config import RunConfig
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.experiments import quality_bars
+from pipecomp.experiments.kept import KeptRows
 from pipecomp.experiments.quality_cells import (
     UNTRAINED,
     WORKLOADS,
@@ -79,14 +79,12 @@ def run(
     """
     chosen = _chosen(workloads, only)
     orders = [order for workload in chosen for order in _orders(workload)]
-    table = _Table(path if json else None, orders, workloads)
-    missing = [order for order in orders if order.cell not in table.rows]
+    kept = _kept(path if json else None, orders, workloads)
+    missing = [order for order in orders if order.cell not in kept.rows]
     num_jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(missing) or 1))
     _say(f"{len(orders)} runs, {len(orders) - len(missing)} of them there already; {num_jobs} at a time")
-    failures = asyncio.run(_train_all(missing, num_jobs, table)) if missing else []
-    outcome = table.result()
-    if json and path.exists() and _stored(path)["bars"] != outcome["bars"]:
-        results.write(path, outcome, quiet=True)  # all runs were there, but what is asked of them has changed
+    failures = asyncio.run(_train_all(missing, num_jobs, kept)) if missing else []
+    outcome = kept.finish()
     _say(quality_bars.report(outcome, workloads))
     if failures:
         told = "".join(f"\n{failure.cell}: {failure.reason}" for failure in failures)
@@ -123,47 +121,28 @@ def _orders(workload: Workload) -> list[Order]:
     return orders
 
 
-class _Table:
-    """The figures so far, in memory and, with a path, on disk. Figures of workloads that were not chosen stay as they are."""
+def _kept(path: Path | None, orders: Sequence[Order], workloads: Sequence[Workload]) -> KeptRows[Cell]:
+    """The figures so far. Figures of workloads that were not chosen stay as they are."""
+    places = {cell: index for index, cell in enumerate(cell for workload in workloads for cell in cells(workload))}
 
-    def __init__(self, path: Path | None, orders: Sequence[Order], workloads: Sequence[Workload]) -> None:
-        self.rows: dict[Cell, Row] = {}
-        self._path, self._workloads = path, workloads
-        self._order = {cell: index for index, cell in enumerate(cell for workload in workloads for cell in cells(workload))}
-        wanted = {order.cell: order.settings for order in orders}
-        chosen = {order.cell.workload for order in orders}
-        for row in [] if path is None or not path.exists() else _stored(path)["rows"]:
-            cell = Cell(*(row[field] for field in Cell._fields))
-            if cell in self._order and (cell.workload not in chosen or wanted.get(cell) == row["settings"]):
-                self.rows[cell] = row
+    def cell_of(row: Row) -> Cell | None:
+        cell = Cell(*(row[field] for field in Cell._fields))
+        return cell if cell in places else None
 
-    def add(self, order: Order, figures: Row) -> None:
-        self.rows[order.cell] = {
-            **order.cell._asdict(),
-            "settings": order.settings,
-            "codecs": order.codecs,
-            **figures,
-        }
-        if self._path is not None:
-            results.write(self._path, self.result(), quiet=True)
-
-    def result(self) -> Row:
-        rows = [self.rows[cell] for cell in sorted(self.rows, key=self._order.__getitem__)]
-        return results.result(COMMAND, rows, quality_bars.bars(rows, self._workloads))
-
-
-def _stored(path: Path) -> Row:
-    try:
-        stored: Row = json_text.loads(path.read_text(encoding="utf-8"))
-        return {"rows": stored["rows"], "bars": stored["bars"]}
-    except (ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{path} is not a result of {COMMAND} ({e}): move it away, or get it back as it was") from e
+    return KeptRows(
+        path,
+        COMMAND,
+        key_of=cell_of,
+        order=places.__getitem__,
+        wanted={order.cell: order.settings for order in orders},
+        bars=lambda rows: quality_bars.bars(rows, workloads),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
-async def _train_all(orders: Sequence[Order], num_jobs: int, table: _Table) -> list[Failure]:
+async def _train_all(orders: Sequence[Order], num_jobs: int, kept: KeptRows[Cell]) -> list[Failure]:
     """Train in order, `num_jobs` at a time; what fails is told and the rest goes on."""
     waiting = list(reversed(orders))
     progress = _Progress(orders, num_jobs)
@@ -179,7 +158,7 @@ async def _train_all(orders: Sequence[Order], num_jobs: int, table: _Table) -> l
                 progress.failed(order)
                 _say(f"FAILED  {order.cell}: {outcome.reason}")
                 continue
-            table.add(order, outcome)
+            kept.add(order.cell, {**order.cell._asdict(), "settings": order.settings, "codecs": order.codecs, **outcome})
             _say(progress.line(order, outcome, time.monotonic() - started))
 
     async with asyncio.TaskGroup() as group:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from pipecomp.experiments import quality_bars, quality_tables
+from pipecomp.experiments import quality_bars, quality_tables, tables
 from pipecomp.experiments.quality_cells import BITS, WORKLOADS, Cell, Workload, cells, cost, run_config
 from pipecomp.experiments.quality_plot import draw_quality
 
@@ -167,7 +167,7 @@ def test_runs_are_ordered_by_epochs_and_none_comes_twice() -> None:
 
 def test_the_document_is_the_results() -> None:
     text = (ROOT / quality_tables.DOCUMENT).read_text(encoding="utf-8")
-    assert quality_tables.filled(text, quality_tables.read(ROOT / quality_tables.RESULTS)) == text
+    assert quality_tables.filled(text, tables.read(ROOT / quality_tables.RESULTS)) == text
     for name in [*(workload.key for workload in WORKLOADS), "bars"]:
         assert text.count(f"<!-- quality: {name} -->\n") == 1
 
