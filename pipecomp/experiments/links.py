@@ -34,7 +34,7 @@ from pipecomp.runtime.rehearsal import rehearse_codecs
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.testing.goodput import describe, measure_neighbours
 from pipecomp.testing.hosts import Hosts, HostsFailed, LocalHosts, NamespaceHosts, why_not
-from pipecomp.testing.shaping import KernelRefused, LinkShape
+from pipecomp.testing.shaping import JUMBO_MTU, KernelRefused, LinkShape
 from pipecomp.types import Shard
 
 RESULTS = Path("docs/results/links.json")
@@ -106,7 +106,7 @@ def open_hosts(kind: str, setting: Setting, rate: str) -> Hosts:
     reason = why_not()
     if reason:
         raise ConfigError(f"--hosts namespaces: {reason}. Anywhere works --hosts local, which slows links down in user space")
-    return NamespaceHosts(num_hosts, shape, unshaped=[setting.num_stages])
+    return NamespaceHosts(num_hosts, shape, unshaped=[setting.num_stages], mtu=JUMBO_MTU, congestion="cubic")
 
 
 def _split(text: str | None, everything: Sequence[str]) -> Sequence[str]:
@@ -152,6 +152,7 @@ def _run_one(hosts: Hosts, order: Order, goodput: Sequence[float], kept: KeptRow
     kept.add(order.cell, {**order.cell._asdict(), "settings": order.settings, **figures, "synthetic_ns_per_value": cost})
     _say(
         f"{order.cell}: {figures['sequences_per_s']:.3f} sequences/s, {100 * figures['ratio']:.1f} % of the ideal; "
+        f"{figures['cpu_s_per_step']:.1f} s of processors a step, {figures['cpu_kernel_s_per_step']:.1f} s of them the kernel's; "
         f"{figures['cores_used']:.2f} of {figures['num_cores']} cores used, {figures['cores_used_by_others']:.2f} by others; "
         f"{time.monotonic() - begun:.0f} s"
     )

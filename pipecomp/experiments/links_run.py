@@ -33,6 +33,7 @@ class Processors(NamedTuple):
     """Processor time so far, in seconds."""
 
     own: float  # of the run's processes
+    own_kernel: float  # the part of it that the kernel worked for them: sockets, packets, fresh memory
     busy: float  # of all processors of this machine, whoever used them
     at: float
 
@@ -40,7 +41,9 @@ class Processors(NamedTuple):
     def read(cls, processes: Sequence[subprocess.Popen[str]]) -> Processors:
         fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         idle = fields[3] + fields[4]
-        return cls(sum(_used_s(process.pid) for process in processes), (sum(fields) - idle) * _TICK_S, time.monotonic())
+        used = [_used_s(process.pid) for process in processes]
+        own, kernel = (sum(part) for part in zip(*used, strict=True))
+        return cls(own, kernel, (sum(fields) - idle) * _TICK_S, time.monotonic())
 
 
 def run_cell(hosts: Hosts, order: Order, goodput_nbytes_per_s: Sequence[float], folder: Path) -> Figures:
@@ -138,13 +141,14 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-def _used_s(process_id: int) -> float:
-    """Processor time of a process that may be gone."""
+def _used_s(process_id: int) -> tuple[float, float]:
+    """Processor time of a process that may be gone: all of it, and the kernel's part."""
     try:
         fields = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
+        return 0.0, 0.0
+    user, kernel = int(fields[11]) * _TICK_S, int(fields[12]) * _TICK_S
+    return user + kernel, kernel
 
 
 # -------------------------------------------------------------------------------------------------------------------- figures
@@ -184,6 +188,7 @@ def _load(begun: Processors, ended: Processors, num_steps: int) -> Figures:
     num_cores = os.cpu_count() or 1
     return {
         "cpu_s_per_step": round(own / num_steps, 3),
+        "cpu_kernel_s_per_step": round((ended.own_kernel - begun.own_kernel) / num_steps, 3),
         "cores_used": round(own / duration, 3),
         "cores_used_by_others": round(max(0.0, busy - own) / duration, 3),
         "num_cores": num_cores,

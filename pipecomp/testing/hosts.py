@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pipecomp.testing.packet_delay import delay_command, why_no_delay
-from pipecomp.testing.shaping import LinkShape, kernel_has_netem, receiving_commands, run, sending_commands
+from pipecomp.testing.shaping import MTU, LinkShape, kernel_has_netem, receiving_commands, run, sending_commands
 
 _KEPT = ("PATH", "LANG", "NUMBA_CACHE_DIR", "PYTHONPATH")
 """Of this process's environment, what a command on a host gets."""
@@ -160,12 +160,17 @@ class NamespaceHosts(Hosts):
         *,
         unshaped: Collection[int] = (),
         hidden: Sequence[Path] = (),
+        mtu: int = MTU,
+        congestion: str | None = None,
     ) -> None:
-        """`unshaped`: hosts whose own link is as fast as it goes. `hidden`: folders that are empty for commands there."""
+        """`unshaped`: hosts whose own link is as fast as it goes. `hidden`: folders that are empty for commands there. `mtu`:
+        bytes of a frame. `congestion`: TCP's congestion control there; None: this machine's own."""
         self.num_hosts, self.shape = num_hosts, shape
-        self.emulation = "network namespaces of one machine, joined by a bridge"
+        control = "" if congestion is None else f", TCP with {congestion}"
+        self.emulation = f"network namespaces of one machine, joined by a bridge, frames of {mtu} bytes{control}"
         self._unshaped = frozenset(unshaped)
         self._hidden = tuple(hidden)
+        self._mtu, self._congestion = mtu, congestion
         tag = secrets.token_hex(2)
         self._switch = f"pc{tag}-sw"
         self._names = [f"pc{tag}-h{i + 1}" for i in range(num_hosts)]
@@ -234,11 +239,16 @@ class NamespaceHosts(Hosts):
         for number, name in enumerate(self._names, start=1):
             port = f"p{number}"
             self._ip("netns", "add", name)
-            self._ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            mtu = ("mtu", str(self._mtu))
+            self._ip("-n", self._switch, "link", "add", port, *mtu, "type", "veth", "peer", "name", "eth0", *mtu, "netns", name)
             self._ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
             self._ip("-n", name, "addr", "add", f"{self._subnet}.{number}/24", "dev", "eth0")
             self._ip("-n", name, "link", "set", "lo", "up")
             self._ip("-n", name, "link", "set", "eth0", "up")
+            if self._congestion is not None:
+                subnet, source = f"{self._subnet}.0/24", ("src", f"{self._subnet}.{number}")
+                route = ("route", "replace", subnet, "dev", "eth0", "proto", "kernel", "scope", "link", *source)
+                self._ip("-n", name, *route, "congctl", self._congestion)
         self._slow_down()
 
     def _route(self, verb: str, one: int, other: int) -> None:
@@ -250,9 +260,9 @@ class NamespaceHosts(Hosts):
         has_netem = needs_netem and kernel_has_netem()
         slow = [host for host in range(self.num_hosts) if host not in self._unshaped]
         for host in slow:
-            for command in sending_commands("eth0", self.shape, has_netem=has_netem):
+            for command in sending_commands("eth0", self.shape, has_netem=has_netem, mtu=self._mtu):
                 run(["tc", "-n", self._names[host], *command])
-            for command in receiving_commands(f"p{host + 1}", self.shape):
+            for command in receiving_commands(f"p{host + 1}", self.shape, mtu=self._mtu):
                 run(["tc", "-n", self._switch, *command])
         rate = self.shape.rate_nbits_per_s
         self.emulation += "" if rate is None else "; the kernel's token buckets (tbf) slow both ends of each host's cable"

@@ -3,7 +3,8 @@
     netem (delay, loss)  -->  tbf (rate)       where the kernel has netem
                               tbf (rate)       where it has not; a delay can then be had in another way (`packet_delay`)
 
-Rates of a token bucket count Ethernet and TCP headers: one TCP connection gets about 95.5 % of them.
+Rates of a token bucket count Ethernet and TCP headers: one TCP connection gets about 95.5 % of them, or 99 % with jumbo frames.
+A link that was idle lets ten frames through at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import subprocess
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_MIN_BURST = 16_000
 _QUEUE = "50ms"
+MTU, JUMBO_MTU = 1500, 9000
+"""Bytes of a frame. Where all hosts are one machine, all their packets are its work: with jumbo frames a fifth of it."""
 
 
 class LinkShape(NamedTuple):
@@ -40,7 +42,7 @@ class KernelRefused(RuntimeError):
     """A command of ip(8), tc(8) or iptables(8) failed; the text has the command and its answer."""
 
 
-def sending_commands(device: str, shape: LinkShape, *, has_netem: bool) -> list[list[str]]:
+def sending_commands(device: str, shape: LinkShape, *, has_netem: bool, mtu: int = MTU) -> list[list[str]]:
     """Arguments of tc(8) that shape what leaves through `device`; without netem, its rate alone."""
     commands, parent = [], ["root"]
     if has_netem and (shape.delay_s or shape.loss):
@@ -49,19 +51,19 @@ def sending_commands(device: str, shape: LinkShape, *, has_netem: bool) -> list[
         # All that may be under way must fit, or the queue drops it: 10 Gbit/s for a second are 800,000 packets.
         commands.append(["qdisc", "add", "dev", device, "root", "handle", "1:", "netem", *options, "limit", "1000000"])
         parent = ["parent", "1:1"]
-    return commands + _bucket(device, shape, parent)
+    return commands + _bucket(device, shape, parent, mtu)
 
 
-def receiving_commands(device: str, shape: LinkShape) -> list[list[str]]:
+def receiving_commands(device: str, shape: LinkShape, *, mtu: int = MTU) -> list[list[str]]:
     """The same for the switch's end of a cable, through which all leaves that the host receives: its rate alone."""
-    return _bucket(device, shape, ["root"])
+    return _bucket(device, shape, ["root"], mtu)
 
 
-def _bucket(device: str, shape: LinkShape, parent: Sequence[str]) -> list[list[str]]:
+def _bucket(device: str, shape: LinkShape, parent: Sequence[str], mtu: int) -> list[list[str]]:
     rate = shape.rate_nbits_per_s
     if rate is None:
         return []
-    burst = max(_MIN_BURST, int(rate / 8 / 500))  # 2 ms of the rate, and never under ten full frames
+    burst = max(10 * mtu + 1000, int(rate / 8 / 500))  # 2 ms of the rate, and never under ten full frames
     options = ["rate", f"{rate:.0f}bit", "burst", str(burst), "latency", _QUEUE]
     return [["qdisc", "add", "dev", device, *parent, "handle", "10:", "tbf", *options]]
 

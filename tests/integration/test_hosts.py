@@ -104,6 +104,21 @@ def test_a_shaped_link_carries_less_than_its_label_and_nearly_all_of_it(run_fold
     assert 0.8 * 5e6 < one_end < 5e6  # the sender's end is slow; the receiver's is not
 
 
+def test_hosts_have_the_frames_and_the_congestion_control_that_they_are_given(run_folder: Path) -> None:
+    code = """
+import socket
+connection = socket.create_connection(({0!r}, 7691))
+print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 4).decode())
+print(open("/sys/class/net/eth0/mtu").read())
+"""
+    with NamespaceHosts(2, mtu=9000, congestion="reno") as hosts:
+        server = f"import socket; s = socket.create_server(({hosts.address(1)!r}, 7691)); print('ready', flush=True); s.accept()"
+        wait_until_ready(hosts.start(1, [sys.executable, "-c", server], log=run_folder / "server"), run_folder / "server")
+        dialled = hosts.start(0, [sys.executable, "-c", code.format(hosts.address(1))], log=run_folder / "client")
+        assert dialled.wait(timeout=60) == 0
+    assert (run_folder / "client").read_text().split() == ["reno", "9000"]
+
+
 @pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())
 def test_what_a_host_receives_is_delayed_with_netem_or_without(run_folder: Path) -> None:
     code = "import socket, time; t = time.monotonic(); socket.create_connection(({0!r}, {1}), 20); print(time.monotonic() - t)"

@@ -29,6 +29,8 @@ def test_a_rate_is_a_token_bucket_at_both_ends() -> None:
 
 def test_a_burst_is_never_less_than_ten_frames() -> None:
     assert "burst 16000" in lines(receiving_commands("p1", LinkShape(20e6)))[0]
+    assert "burst 91000" in lines(receiving_commands("p1", LinkShape(20e6), mtu=9000))[0]
+    assert "burst 91000" in lines(sending_commands("eth0", LinkShape(20e6), has_netem=False, mtu=9000))[0]
 
 
 def test_delay_and_loss_stand_before_the_rate_where_the_kernel_has_netem() -> None:
