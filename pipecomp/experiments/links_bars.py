@@ -14,7 +14,10 @@ _FAST_NBITS_PER_S = 300e6
 MOST_SYNTHETIC_NS = 0.5
 HEADLINE_SETTING, HEADLINE_METHOD, HEADLINE_RATE = "gpt2-xl", "fw3bw6", "100mbit"
 LEAST_SEQUENCES_PER_S, LEAST_OF_UNSHAPED = 3.25, 0.81
-HEAD = ("rate", "one connection", "method", "sequences/s", "ideal", "of ideal", "times fp32", "what rules", "cores used")
+HEAD = (
+    *("rate", "one connection", "method", "sequences/s", "ideal", "of ideal"),
+    *("times fp32", "what rules", "coding, other", "cores used"),
+)
 
 
 def bars(rows: Sequence[Row]) -> list[Row]:
@@ -79,6 +82,7 @@ def _line(row: Row, fp32: float | None) -> list[str]:
         f"{100 * row['ratio']:.1f} %",
         "–" if fp32 is None or row["method"] == FP32 else f"{row['sequences_per_s'] / fp32:.2f}",
         row["bound"],
+        f"{100 * row['time']['coding']:.1f} %, {100 * row['time']['other']:.1f} %",
         f"{row['cores_used']:.2f} of {row['num_cores']}{others}",
     ]
 

@@ -26,6 +26,7 @@ Figures = dict[str, Any]
 _POLL_S = 0.1
 _START_S = 600.0
 _TAIL_LINES = 6
+_SHARES = ("computing", "link", "store", "coding", "bubble", "other")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -68,6 +69,7 @@ def run_cell(hosts: Hosts, order: Order, goodput_nbytes_per_s: Sequence[float], 
         "warm_up_times_s": [round(time_s, 4) for time_s in times[: order.num_warm_up]],
         **_load(begun, ended, order.num_measured),
         **_traffic(order, summary),
+        "time": _shares(summary),
         "peak_memory_nbytes": max(worker["peak_memory_bytes"] for worker in summary["workers"].values()),
     }
 
@@ -207,3 +209,9 @@ def _traffic(order: Order, summary: dict[str, Any]) -> Figures:
         "fallbacks": sum(link["fallbacks"] for link in forward),
         "change": round(statistics.median(changes), 4) if changes else None,
     }
+
+
+def _shares(summary: dict[str, Any]) -> dict[str, float]:
+    """What the workers' steps spent their time on, the mean of all workers, warm-up included."""
+    workers = summary["time"].values()
+    return {share: round(statistics.fmean(worker[share] for worker in workers), 4) for share in _SHARES}

@@ -46,7 +46,7 @@ def row(method: str = "fw3bw6", rate: str = "100mbit", **figures: Any) -> dict[s
         "setting": "gpt2-xl", "method": method, "rate": rate, "settings": "s", "emulation": "one machine",
         "bound": "compute of rank 0", "goodput_nbits_per_s": 95_500_000, "sequences_per_s": 3.4, "ideal_sequences_per_s": 3.5,
         "ratio": 0.97, "cores_used": 0.5, "cores_used_by_others": 0.0, "num_cores": 2, "payload_differs_nbytes": 0,
-        "synthetic_ns_per_value": {"forward": 0.02, "backward": 0.04}, **figures,
+        "synthetic_ns_per_value": {"forward": 0.02, "backward": 0.04}, "time": {"coding": 0.012, "other": 0.02}, **figures,
     }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def test_a_table_compares_with_fp32_at_the_same_rate() -> None:
     rows = [row("fp32", sequences_per_s=0.68), row(cores_used_by_others=0.5)]
     first, second = table(rows, GPT2_XL)
     assert first[1:7] == ["95.5 Mbit/s", "fp32", "0.680", "3.500", "97.0 %", "–"]
-    assert second[6:] == ["5.00", "compute of rank 0", "0.50 of 2, 0.5 by others"]
+    assert second[6:] == ["5.00", "compute of rank 0", "1.2 %, 2.0 %", "0.50 of 2, 0.5 by others"]
     assert "FAILS" not in report({"rows": rows, "bars": bars([row()])}, SETTINGS)
 
 
