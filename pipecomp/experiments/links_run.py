@@ -177,6 +177,7 @@ def _speed(
         "sequences_per_s": round(order.setting.batch_size / step_s, 4),
         "ideal_s": round(best.step.duration_s, 4),
         "ideal_sequences_per_s": round(order.setting.batch_size / best.step.duration_s, 4),
+        "schedule": order.schedule,
         "ideal_schedule": best.label,
         "bound": str(best.step.bound),
         "ratio": round(best.step.duration_s / step_s, 4),

@@ -107,6 +107,13 @@ def test_fewer_steps_are_measured_where_they_take_long() -> None:
     assert [order("fp32", rate).num_measured for rate in ("unshaped", "100mbit", "30mbit")] == [5, 2, 2]
 
 
+def test_a_cell_runs_the_schedule_that_is_the_fastest_on_paper_and_the_default_where_that_is_as_fast() -> None:
+    usual, slow = order(), order(rate="30mbit")
+    assert (usual.schedule, usual.config.cluster.schedule, usual.config.cluster.num_in_flight) == ("1f1b", "1f1b", None)
+    assert (slow.schedule, slow.config.cluster.schedule) == ("gpipe", "gpipe")
+    assert slow.nominal_s == pytest.approx(ideal(GPT2_XL, slow.config, 0.99 * 30e6 / 8).step.duration_s)
+
+
 def test_settings_that_change_figures_change_the_hash_and_the_folder_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
