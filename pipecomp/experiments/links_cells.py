@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import msgspec
 import xxhash
 
 from pipecomp import planning
-from pipecomp.config import RunConfig, parse_run_config
+from pipecomp.config import RunConfig, parse_rate, parse_run_config
 from pipecomp.errors import ConfigError
 from pipecomp.runtime.rehearsal import make_codec
 from pipecomp.schedules.one_f_one_b import OneFOneB
@@ -115,12 +114,7 @@ class Order(NamedTuple):
 
 def rate_nbits_per_s(text: str) -> float | None:
     """Of `unshaped` None; of `100mbit` 1e8. Raises ConfigError."""
-    if text == UNSHAPED:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
-    if match is None or float(match[1]) == 0:
-        raise ConfigError(f"--rates: {text!r} is no rate: write 'unshaped', or one such as '100mbit' or '1gbit'")
-    return float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]]
+    return None if text == UNSHAPED else 8 * parse_rate(text, "--rates")
 
 
 def find_setting(key: str, settings: Sequence[Setting] = SETTINGS) -> Setting:

@@ -60,7 +60,7 @@ def test_a_rate_is_read(text: str, nbits: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["fast", "0mbit", "100", "-1mbit"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"--rates: '{text}' is no rate: write 'unshaped', or one such as '100mbit'"):
+    with pytest.raises(ConfigError, match=f"--rates = '{text}': write a rate above zero such as '500kbit', '20mbit' or '1gbit'"):
         rate_nbits_per_s(text)
 
 
