@@ -278,7 +278,8 @@ def links(
     """Sequences a second over slow links against the ideal, with compute that sleeps. All of it takes about two hours."""
     from pipecomp.experiments import links as experiment
 
-    experiment.run(json=json, rates=rates, methods=methods, setting=setting, hosts=hosts)
+    path = experiment.results_of(hosts)
+    experiment.run(json=json, rates=rates, methods=methods, setting=setting, hosts=hosts, path=path)
 
 
 @bench.command()

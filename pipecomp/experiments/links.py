@@ -40,6 +40,7 @@ from pipecomp.types import Shard
 RESULTS = Path("docs/results/links.json")
 COMMAND = "pipecomp bench links"
 HOSTS = ("namespaces", "local")
+"""What may stand for machines; the first is what the document is about."""
 _TRIES = 20
 
 
@@ -89,6 +90,11 @@ def run(
     if failures:
         raise PipecompError("\n".join([f"{len(failures)} cells failed; the figures of the others are kept", *failures]))
     return outcome
+
+
+def results_of(hosts: str) -> Path:
+    """Where figures of this kind of hosts are kept: each kind in a file of its own."""
+    return RESULTS if hosts == HOSTS[0] else RESULTS.with_name(f"{RESULTS.stem}-{hosts}.json")
 
 
 def open_hosts(kind: str, setting: Setting, rate: str) -> Hosts:

@@ -89,6 +89,10 @@ def test_hosts_are_one_for_each_stage_and_one_for_the_coordinator(monkeypatch: p
     assert local.cluster_settings() == {"link_rate": "100000kbit"}
 
 
+def test_each_kind_of_hosts_has_a_file_of_its_own() -> None:
+    assert [path.name for path in map(links.results_of, links.HOSTS)] == ["links.json", "links-local.json"]
+
+
 def test_where_namespaces_cannot_be_had_the_other_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "why_not", lambda: "network namespaces need root")
     with pytest.raises(ConfigError, match=r"--hosts namespaces: network namespaces need root\. Anywhere works --hosts local"):
