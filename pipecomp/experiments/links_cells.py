@@ -16,11 +16,12 @@ import msgspec
 import xxhash
 
 from pipecomp import planning
-from pipecomp.config import RunConfig, parse_rate, parse_run_config
+from pipecomp.config import RunConfig, parse_run_config
 from pipecomp.errors import ConfigError
 from pipecomp.runtime.rehearsal import make_codec
 from pipecomp.schedules.one_f_one_b import OneFOneB
 from pipecomp.types import Kind, TensorSpec
+from pipecomp.units import parse_rate
 
 _VERSION = 1
 """Goes up when the same settings would give other figures; every cell is then run again."""
