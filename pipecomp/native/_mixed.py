@@ -189,6 +189,8 @@ def encoder(layout: Layout, has_in: bool, has_out: bool, max_lanes: int) -> Call
         top = top_exponent(worst, wide_factor, wide_smallest, wide_limit, drop, wide_is_up)
         if top > np.uint32(0):
             top = np.uint32(top + np.uint32(1))
+        else:
+            marks[:] = 0  # what no group of b + 1 bits can say, none says
         places, counts = np.empty(num_whole, np.uint8), np.zeros(_NUM_PLACES, np.int64)
         for index in range(num_whole):
             near = as_float(np.uint32(marks[index] & np.uint32(0x7FFFFFFF)))

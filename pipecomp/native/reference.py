@@ -111,6 +111,8 @@ def _encode_mixed(differences: FloatArray, layout: Layout, payload: ByteArray | 
     equal, num_whole = layout._replace(widths="equal"), differences.size // layout.group
     top = _top(differences, equal._replace(bits=layout.bits + 1))
     top += top > 0
+    if top == 0:  # what no group of b + 1 bits can say, none says, though the step of b bits might be sent
+        differences = np.zeros_like(differences)
     firsts = _first_steps(differences, equal, top)[0]
     places = pack_scales(firsts, "e4m3", top)[1 : num_whole + 1].astype(np.int64)
     share = _share(places) if top >= LEAST_MIXED_TOP else 0

@@ -128,6 +128,16 @@ def test_compiled_kernels_give_the_bits_of_the_plain_ones(layout, has_message):
             assert_same_bits(values, layout, message_in)
 
 
+@pytest.mark.parametrize("size", [1, 64, 70, 300])
+@pytest.mark.parametrize("levels", ["zero", "either"])
+def test_mixed_widths_of_values_that_only_some_widths_can_say_are_zero(size, levels):
+    """The first step of 3 bits is the least that can be sent, that of 4 bits is below it."""
+    layout = Layout(3, 64, "e4m3", fit="least_error", levels=levels, widths="mixed")
+    values = np.full(size, 25165823, np.uint32).view(np.float32)  # 4.7e-38
+    assert_same_bits(values, layout, None)
+    assert not both(values, layout, None)[1][1].any()
+
+
 @given(st.data())
 @settings(max_examples=200)
 def test_any_values_at_all_give_the_same_bits(data):
