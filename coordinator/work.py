@@ -14,8 +14,7 @@ import numpy as np
 
 from coordinator.batches import Batches
 from coordinator.preparation import ReadRun, split_model
-from pipecomp.buffers.formats import MessageFormat
-from pipecomp.buffers.opening import capacity_nbytes
+from pipecomp.buffers.opening import capacity_nbytes, kept_nbytes
 from pipecomp.config import CodecOptions, RunConfig
 from pipecomp.data.samples import Dataset
 from pipecomp.models.base import Model
@@ -62,8 +61,8 @@ def ways_of(config: RunConfig, run: ReadRun) -> list[Way]:
     return ways
 
 
-def work_of(config: RunConfig, run: ReadRun, kept_nbytes: dict[str, float]) -> Work:
-    """What the run asks of its machines; `kept_nbytes`: by kind of layer, what a microbatch keeps until its backward."""
+def work_of(config: RunConfig, run: ReadRun, held_nbytes: dict[str, float]) -> Work:
+    """What the run asks of its machines; `held_nbytes`: by kind of layer, what a microbatch holds until its backward."""
     plan = run.model.plan
     trainable = [p.layer for p in plan.parameters if p.trainable]
     lengths = run.batches.usual_lengths()
@@ -78,7 +77,7 @@ def work_of(config: RunConfig, run: ReadRun, kept_nbytes: dict[str, float]) -> W
                 layer.cost,
                 layer.num_parameters,
                 _num_trainable(run.model, layer.index),
-                kept_nbytes.get(layer.kind, 0.0),
+                held_nbytes.get(layer.kind, 0.0),
             )
             for layer in plan.layers
         ),
@@ -107,7 +106,7 @@ def width_of(config: RunConfig, run: ReadRun, label: str) -> Width:
     tied = run.model.plan.tied
     tied_codec = make_codec(config, Kind.TIED)
     sizes = _Sizes(run.train, hidden_size, num_parts)
-    format_ = MessageFormat(config.messages.dtype)
+    store, dtype = config.messages.store, config.messages.dtype
     return Width(
         label=label,
         forward=config.compression.forward,
@@ -119,7 +118,7 @@ def width_of(config: RunConfig, run: ReadRun, label: str) -> Width:
         backward_nbytes=sizes.mean(lambda spec: backward.encoded_nbytes(spec, first_visit=False))
         + sizes.header_nbytes(Kind.BACKWARD, backward.name, has_messages=False),
         num_values=run.train.num_tokens * hidden_size / num_parts,
-        message_nbytes=sizes.total(format_.nbytes) if forward.has_messages else 0.0,
+        message_nbytes=sizes.total(lambda spec: kept_nbytes(store, dtype, spec)) if forward.has_messages else 0.0,
         tied_nbytes=0.0 if tied is None else tied_codec.encoded_nbytes(TensorSpec(1, tied.num_values), first_visit=False),
     )
 
