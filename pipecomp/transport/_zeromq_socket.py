@@ -8,6 +8,8 @@ of readiness by edges that any call on the socket may use up. So: the socket is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket as tcp
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -16,6 +18,25 @@ from pipecomp.transport.base import Frame
 
 _AT_ONCE = 64
 """Messages read in one turn of the loop, so that a flood from one socket does not hold up the others."""
+
+MAX_UNSENT_NBYTES = 256 * 2**10
+"""What the kernel takes of a connection beyond what it can put on its way. More would hide from the link how slow its peer is."""
+
+
+def bound_unsent(descriptor: int) -> None:
+    """Let the kernel queue so much for a connection, and no more, before it has room on the path.
+
+    A fixed send buffer would also hold what is on its way, and let a path of 100 Mbit/s and 50 ms there and back carry 55.
+    The descriptor is ZeroMQ's, and may be gone by now: then there is nothing to bound. Systems without the option have none.
+    """
+    option = getattr(tcp, "TCP_NOTSENT_LOWAT", None)
+    with contextlib.suppress(OSError):
+        connection = tcp.socket(fileno=descriptor)
+        try:
+            if option is not None:
+                connection.setsockopt(tcp.IPPROTO_TCP, option, MAX_UNSENT_NBYTES)
+        finally:
+            connection.detach()
 
 
 class SocketPump:

@@ -29,7 +29,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pipecomp.errors import AddressError, PeerLost, TransportClosed, TransportError
 from pipecomp.transport._tcp_address import NO_CONNECTION, Endpoint, endpoint_text, parse_address, resolve, why_not
-from pipecomp.transport._zeromq_socket import SocketPump
+from pipecomp.transport._zeromq_socket import SocketPump, bound_unsent
 from pipecomp.transport.base import Address, Connection, Frame, Listener, Transport
 
 _FAREWELL = b"pipecomp: this end has closed the connection \x91\x1f\xa0"
@@ -55,7 +55,7 @@ wait behind whole frames and must be patient."""
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
-    """The kernel sizes its own queues: a send buffer of fixed size caps a long path at that size a round trip."""
+    """What the kernel queues is bounded once there is a connection: see `bound_unsent`."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -166,7 +166,8 @@ class _Dialler:
         for option in (zmq.CONNECT_TIMEOUT, zmq.HANDSHAKE_IVL):
             socket.setsockopt(option, max(1, round(1000 * timeout_s)))
         self.connection = ZeromqConnection(address, self._put, self.leave)
-        events = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKE_FAILURES
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        events |= _HANDSHAKE_FAILURES
         self._monitor = _Monitor(socket, events, self._happened)
         self._ending = ""
         self._pump = SocketPump(socket, self._came, self._idle)
@@ -191,7 +192,9 @@ class _Dialler:
             self.connection.deliver(frames)
 
     def _happened(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        if event == zmq.EVENT_CONNECTED:
+            bound_unsent(value)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._conclude("")
         elif event & _HANDSHAKE_FAILURES:
             self._conclude("something else than pipecomp listens there")
@@ -307,6 +310,8 @@ class ZeromqListener(Listener):
         if event == zmq.EVENT_CLOSED:
             self._unbound.set()
             return
+        if event == zmq.EVENT_ACCEPTED:
+            bound_unsent(descriptor)
         # ACCEPTED too: whoever had this descriptor before is gone.
         self._end(descriptor)
         self._pump.read_soon()
