@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 def main() -> int:
     """Run the three, print the table, judge."""
-    from pipecomp.launching import launch_run
+    from pipecomp.launching import LaunchFiles, launch_run
 
     OUTPUT.mkdir(exist_ok=True)
     rows = []
@@ -50,7 +50,7 @@ def main() -> int:
             f"train.output_dir={OUTPUT / method.split()[0].lower()}",
         ]
         summary = OUTPUT / f"{method.split()[0].lower()}.json"
-        exit_code = launch_run(load_run_config(RUN_FILE, overrides), summary=str(summary), log=None, quiet=False)
+        exit_code = launch_run(load_run_config(RUN_FILE, overrides), LaunchFiles(summary=str(summary)))
         if exit_code:
             print(f"the run {method!r} ended with exit code {exit_code}", file=sys.stderr)
             return exit_code

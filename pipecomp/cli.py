@@ -68,10 +68,10 @@ def launch(
     from pipecomp.config import load_run_config
 
     config = load_run_config(run, overrides or ())
-    from pipecomp.launching import launch_run
+    from pipecomp.launching import LaunchFiles, launch_run
 
-    files = {"summary": _text(summary), "log": _text(log), "trace": _text(trace), "plan": _text(plan_file)}
-    _leave(launch_run(config, **files, store_folder=store_folder, quiet=quiet, source=str(run)))
+    files = LaunchFiles(_text(summary), _text(log), _text(trace), _text(plan_file))
+    _leave(launch_run(config, files, store_folder=store_folder, quiet=quiet, source=str(run)))
 
 
 @app.command()

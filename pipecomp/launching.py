@@ -48,15 +48,21 @@ class _Child(NamedTuple):
     process_id: int
 
 
+class LaunchFiles(NamedTuple):
+    """Files of a run, each left out where it is None."""
+
+    summary: str | None = None
+    log: str | None = None
+    trace: str | None = None
+    plan: str | None = None  # read, to be told beside the outcome; the others are written
+
+
 def launch_run(
     config: RunConfig,
+    files: LaunchFiles = LaunchFiles(),  # noqa: B008 - a frozen value
     *,
-    summary: str | None,
-    log: str | None,
-    trace: str | None = None,
-    quiet: bool,
+    quiet: bool = False,
     store_folder: str | None = None,
-    plan: str | None = None,
     source: str = "the run file",
 ) -> int:
     """Run everything to its end and return the exit code. `source`: what errors call the run file."""
@@ -70,7 +76,7 @@ def launch_run(
 
     check_plugins(config, source)  # a typing mistake need not wait for transformers
     preload(config)
-    return Launch(config, summary=summary, log=log, trace=trace, quiet=quiet, store_folder=store_folder, plan=plan).run()
+    return Launch(config, files, quiet=quiet, store_folder=store_folder).run()
 
 
 def preload(config: RunConfig) -> None:
@@ -88,24 +94,11 @@ def preload(config: RunConfig) -> None:
 class Launch:
     """One coordinator and its workers."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        summary: str | None,
-        log: str | None,
-        trace: str | None = None,
-        quiet: bool,
-        store_folder: str | None = None,
-        plan: str | None = None,
-    ) -> None:
-        self._plan = plan
-        self._store_folder = store_folder
+    def __init__(self, config: RunConfig, files: LaunchFiles, *, quiet: bool, store_folder: str | None) -> None:
         self._config = config
-        self._summary = summary
-        self._log = log
-        self._trace = trace
+        self._files = files
         self._quiet = quiet
+        self._store_folder = store_folder
         self._num_workers = config.cluster.num_stages * config.cluster.num_replicas
         self._coordinator: _Child | None = None
         self._workers: dict[int, str] = {}
@@ -141,10 +134,7 @@ class Launch:
         os.close(self._deaths[1])
         options = CoordinatorOptions(
             config=self._config,
-            summary=self._summary,
-            log=self._log,
-            trace=self._trace,
-            plan=self._plan,
+            **self._files._asdict(),
             quiet=self._quiet,
             num_worker_threads=max(1, _num_cores() // self._num_workers),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipecomp.config import parse_run_config
-from pipecomp.launching import LEAVE_S, WRITE_S, Launch
+from pipecomp.launching import LEAVE_S, WRITE_S, Launch, LaunchFiles
 
 CONFIG = parse_run_config({"model": {"name": "unused"}, "data": {"train": "unused.txt"}})
 
@@ -18,7 +18,7 @@ def test_workers_get_to_write_the_messages_that_a_good_run_keeps(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(Launch, "_end_workers", lambda _, seconds: waited.append(seconds))
-    launch = Launch(CONFIG, summary=None, log=None, quiet=True, store_folder=store_folder)
+    launch = Launch(CONFIG, LaunchFiles(), quiet=True, store_folder=store_folder)
     assert launch._conclude(exit_code << 8) == exit_code
     launch._close(*launch._open_ends)
     assert waited == [patience_s]
