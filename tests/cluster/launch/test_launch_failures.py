@@ -97,6 +97,7 @@ def test_ctrl_c_twice_stops_at_once(launched):
     run = launched(*SLOW_LINKS)
     run.until_step(1)
     run.kill("launch", signal.SIGINT)
+    run.until(lambda: any(event["event"] == "stop" for event in run.events()))  # two signals at once may be one
     run.kill("launch", signal.SIGINT)
     assert os.waitstatus_to_exitcode(run.exit_status()) == 130
     run.until_nobody_is_left()
