@@ -20,7 +20,7 @@ IMAGE = "pipecomp-tested"
 MAX_IMAGE_NBYTES = 1_800_000_000
 PAYLOAD_PART = 0.956  # of a full frame: 1,448 of 1,514 bytes
 LINK_MBIT = 100
-GOODPUT = ("python", "/usr/local/lib/pipecomp/goodput.py")
+GOODPUT = ("python", "-m", "pipecomp.testing.goodput")
 PORT = "5201"
 
 
@@ -96,11 +96,11 @@ class Cluster:
 
 def goodput(sender: str, receiver: str) -> float:
     """Mbit/s of one TCP connection between two containers, measured in the second one."""
-    command = ["docker", "exec", receiver, *GOODPUT, "receive", PORT]
+    command = ["docker", "exec", receiver, *GOODPUT, "receive", "0.0.0.0", PORT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiving:
         answer("exec", sender, *GOODPUT, "send", receiver, PORT, "2.5")
         printed, _ = receiving.communicate()
-    return float(json.loads(printed)["mbit_per_s"])
+    return 8e-6 * float(json.loads(printed)["nbytes_per_s"])
 
 
 # ----------------------------------------------------------------------------------------------------------- the image
