@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from pipecomp.errors import ConfigError
+from pipecomp.testing.shaping import AT_ROOT, BEHIND_DELAY, LinkShape, delay_command, rate_command
 from pipecomp.units import parse_rate
 
 DEVICE = "eth0"
@@ -28,40 +29,35 @@ RESULTS = Path("/results")
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)ms")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
-_MIN_BURST = 16_000
-_BURST_S = 0.002
-_QUEUE_MS = 50
-_FULL_FRAME = 1514
-_UNSHAPED_NBYTES_PER_S = 10e9 / 8
 _MAX_WORKERS = 256
 
 
 class Link(NamedTuple):
-    """What a container's link shall be like, each way."""
+    """What a container's link shall be like: the rate each way, delay and loss on the way out."""
 
-    rate: str = ""  # as tc takes it: 100mbit
-    nbytes_per_s: float | None = None
-    delay_ms: float = 0.0  # on the way out
-    loss_percent: float = 0.0  # on the way out
+    rate: str = ""  # as it was written: 100mbit
+    shape: LinkShape = LinkShape()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Link:
         """LINK_RATE, LINK_DELAY, LINK_LOSS; empty is unset. Raises ConfigError."""
         rate = environment.get("LINK_RATE", "").strip().lower()
-        nbytes_per_s = parse_rate(rate, "LINK_RATE") if rate else None
-        delay = _number(environment, "LINK_DELAY", _DURATION, "milliseconds such as '5ms' or '12.5ms'")
-        loss = _number(environment, "LINK_LOSS", _PERCENT, "a part of all packets such as '1%' or '0.1%'")
-        if loss >= 100:
+        nbits_per_s = 8 * parse_rate(rate, "LINK_RATE") if rate else None
+        delay_ms = _number(environment, "LINK_DELAY", _DURATION, "milliseconds such as '5ms' or '12.5ms'")
+        percent = _number(environment, "LINK_LOSS", _PERCENT, "a part of all packets such as '1%' or '0.1%'")
+        if percent >= 100:
             raise ConfigError(f"LINK_LOSS = {environment['LINK_LOSS']!r}: nothing would arrive; write less than '100%'")
-        return cls(rate.removesuffix("/s").replace(" ", ""), nbytes_per_s, delay, loss)
+        return cls(rate, LinkShape(nbits_per_s, delay_ms / 1e3, percent / 100))
 
     @property
     def is_shaped(self) -> bool:
-        return self.nbytes_per_s is not None or self.needs_netem
+        return self.shape != LinkShape()
 
     @property
-    def needs_netem(self) -> bool:
-        return self.delay_ms > 0 or self.loss_percent > 0
+    def behind_netem(self) -> list[str]:
+        """What netem has to do, as the user would write it."""
+        delay = [f"LINK_DELAY={1e3 * self.shape.delay_s:g}ms"] if self.shape.delay_s else []
+        return [*delay, *([f"LINK_LOSS={100 * self.shape.loss:g}%"] if self.shape.loss else [])]
 
 
 def _number(environment: Mapping[str, str], key: str, pattern: re.Pattern[str], allowed: str) -> float:
@@ -104,26 +100,23 @@ def shape(
 
     On the network of a machine that shaped before (`--network host`), the mirror is there already.
     """
-    done, parent = [], ["root"]
-    if link.needs_netem:
-        wanted = [f"LINK_DELAY={link.delay_ms:g}ms"] * (link.delay_ms > 0) + [f"LINK_LOSS={link.loss_percent:g}%"] * (
-            link.loss_percent > 0
-        )
+    done, parent = [], AT_ROOT
+    if wanted := link.behind_netem:
         try:
-            run(_netem(link))
-            parent = ["parent", "1:1"]
+            run(["tc", *delay_command(DEVICE, link.shape)])
+            parent = BEHIND_DELAY
             done += wanted
         except NotInKernel as error:
             say(f"link: {' and '.join(wanted)} not set: this kernel has no netem ({error})")
-    if link.nbytes_per_s is not None:
+    if (rate := link.shape.rate_nbits_per_s) is not None:
         try:
-            run(_bucket(DEVICE, parent, link))
+            run(["tc", *rate_command(DEVICE, rate, parent)])
             done.append(f"LINK_RATE={link.rate} out")
         except NotInKernel as error:
             say(f"link: LINK_RATE={link.rate} not set: this kernel has no tbf ({error})")
         else:
             try:
-                for command in _mirror(link, has_mirror=has_mirror):
+                for command in _mirror(rate, has_mirror=has_mirror):
                     run(command)
                 done.append(f"LINK_RATE={link.rate} in")
             except NotInKernel as error:
@@ -134,34 +127,14 @@ def shape(
     say(f"link: {DEVICE}: {', '.join(done) or 'as it was'}")
 
 
-def _netem(link: Link) -> list[str]:
-    """Delay and loss. Its queue must hold what is under way, or it would drop that."""
-    under_way = (link.nbytes_per_s or _UNSHAPED_NBYTES_PER_S) * (link.delay_ms + _QUEUE_MS) / 1000 / _FULL_FRAME
-    command = ["tc", "qdisc", "replace", "dev", DEVICE, "root", "handle", "1:", "netem"]
-    command += ["limit", str(max(1000, round(2 * under_way)))]
-    if link.delay_ms:
-        command += ["delay", f"{link.delay_ms:g}ms"]
-    if link.loss_percent:
-        command += ["loss", f"{link.loss_percent:g}%"]
-    return command
-
-
-def _bucket(device: str, parent: Sequence[str], link: Link) -> list[str]:
-    """The rate. A burst of 2 ms at least: with less, a timer's tick would cost throughput."""
-    assert link.nbytes_per_s is not None
-    burst = max(_MIN_BURST, round(link.nbytes_per_s * _BURST_S))
-    options = ["rate", link.rate, "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
-    return ["tc", "qdisc", "replace", "dev", device, *parent, "handle", "10:", "tbf", *options]
-
-
-def _mirror(link: Link, *, has_mirror: bool) -> list[list[str]]:
+def _mirror(rate_nbits_per_s: float, *, has_mirror: bool) -> list[list[str]]:
     """The rate of what comes in: all of it takes a detour over a device that has a queue."""
     redirect = ["u32", "match", "u32", "0", "0", "action", "mirred", "egress", "redirect", "dev", MIRROR]
     added = [] if has_mirror else [["ip", "link", "add", MIRROR, "type", "ifb"]]
     return [
         *added,
         ["ip", "link", "set", MIRROR, "up"],
-        _bucket(MIRROR, ["root"], link),
+        ["tc", *rate_command(MIRROR, rate_nbits_per_s)],
         ["tc", "qdisc", "replace", "dev", DEVICE, "handle", "ffff:", "ingress"],
         ["tc", "filter", "replace", "dev", DEVICE, "parent", "ffff:", "protocol", "all", "prio", "1", *redirect],
     ]

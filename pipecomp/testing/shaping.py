@@ -16,7 +16,13 @@ import subprocess
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_QUEUE = "50ms"
+_QUEUE_S = 0.05
+_FULL_FRAME = 1514
+_LEAST_PACKETS = 1000
+_UNSHAPED_NBITS_PER_S = 10e9
+AT_ROOT: tuple[str, ...] = ("root",)
+BEHIND_DELAY: tuple[str, ...] = ("parent", "1:1")
+"""Where a queue for the rate stands: alone, or behind that of `delay_command`."""
 MTU, JUMBO_MTU = 1500, 9000
 """Bytes of a frame. Where all hosts are one machine, all their packets are its work: with jumbo frames a fifth of it."""
 
@@ -44,28 +50,37 @@ class KernelRefused(RuntimeError):
 
 def sending_commands(device: str, shape: LinkShape, *, has_netem: bool, mtu: int = MTU) -> list[list[str]]:
     """Arguments of tc(8) that shape what leaves through `device`; without netem, its rate alone."""
-    commands, parent = [], ["root"]
-    if has_netem and (shape.delay_s or shape.loss):
-        options = [*(["delay", f"{1e3 * shape.delay_s:g}ms"] if shape.delay_s else [])]
-        options += ["loss", f"{100 * shape.loss:g}%"] if shape.loss else []
-        # All that may be under way must fit, or the queue drops it: 10 Gbit/s for a second are 800,000 packets.
-        commands.append(["qdisc", "add", "dev", device, "root", "handle", "1:", "netem", *options, "limit", "1000000"])
-        parent = ["parent", "1:1"]
-    return commands + _bucket(device, shape, parent, mtu)
+    is_first = has_netem and bool(shape.delay_s or shape.loss)
+    commands = [delay_command(device, shape)] if is_first else []
+    return commands + _rate_commands(device, shape, BEHIND_DELAY if is_first else AT_ROOT, mtu)
 
 
 def receiving_commands(device: str, shape: LinkShape, *, mtu: int = MTU) -> list[list[str]]:
     """The same for the switch's end of a cable, through which all leaves that the host receives: its rate alone."""
-    return _bucket(device, shape, ["root"], mtu)
+    return _rate_commands(device, shape, AT_ROOT, mtu)
 
 
-def _bucket(device: str, shape: LinkShape, parent: Sequence[str], mtu: int) -> list[list[str]]:
+def delay_command(device: str, shape: LinkShape) -> list[str]:
+    """Arguments of tc(8) for delay and loss of what leaves through `device`. What may be under way fits its queue, or would be
+    dropped."""
+    rate = shape.rate_nbits_per_s or _UNSHAPED_NBITS_PER_S
+    limit = max(_LEAST_PACKETS, round(2 * rate / 8 * (shape.delay_s + _QUEUE_S) / _FULL_FRAME))
+    options = ["delay", f"{1e3 * shape.delay_s:g}ms"] if shape.delay_s else []
+    options += ["loss", f"{100 * shape.loss:g}%"] if shape.loss else []
+    return ["qdisc", "replace", "dev", device, "root", "handle", "1:", "netem", *options, "limit", str(limit)]
+
+
+def rate_command(device: str, rate_nbits_per_s: float, parent: Sequence[str] = AT_ROOT, *, mtu: int = MTU) -> list[str]:
+    """Arguments of tc(8) for the rate of what leaves through `device`. It bursts for 2 ms, or a timer's tick would cost
+    throughput, and never for fewer than ten full frames."""
+    burst = max(10 * mtu + 1000, int(rate_nbits_per_s / 8 / 500))
+    options = ["rate", f"{rate_nbits_per_s:.0f}bit", "burst", str(burst), "latency", f"{1e3 * _QUEUE_S:g}ms"]
+    return ["qdisc", "replace", "dev", device, *parent, "handle", "10:", "tbf", *options]
+
+
+def _rate_commands(device: str, shape: LinkShape, parent: Sequence[str], mtu: int) -> list[list[str]]:
     rate = shape.rate_nbits_per_s
-    if rate is None:
-        return []
-    burst = max(10 * mtu + 1000, int(rate / 8 / 500))  # 2 ms of the rate, and never under ten full frames
-    options = ["rate", f"{rate:.0f}bit", "burst", str(burst), "latency", _QUEUE]
-    return [["qdisc", "add", "dev", device, *parent, "handle", "10:", "tbf", *options]]
+    return [] if rate is None else [rate_command(device, rate, parent, mtu=mtu)]
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def load(name: str) -> ModuleType:
 
 entrypoint = load("entrypoint")
 NETEM = "tc qdisc replace dev eth0 root handle 1: netem"
-OUT = "handle 10: tbf rate 100mbit burst 25000 latency 50ms"
+OUT = "handle 10: tbf rate 100000000bit burst 25000 latency 50ms"
 IN = f"tc qdisc replace dev ifb0 root {OUT}"
 
 
@@ -61,22 +61,25 @@ def test_a_rate_shapes_both_ways() -> None:
     assert said == ["link: eth0: LINK_RATE=100mbit out, LINK_RATE=100mbit in"]
 
 
-@pytest.mark.parametrize(("rate", "burst"), [("1mbit", 16000), ("64mbit", 16000), ("80mbit", 20000), ("1gbit", 250000)])
-def test_a_burst_is_two_milliseconds_of_the_rate_and_no_less_than_ten_frames(rate: str, burst: int) -> None:
+@pytest.mark.parametrize(
+    ("rate", "nbits_per_s", "burst"),
+    [("1mbit", 10**6, 16000), ("64mbit", 64 * 10**6, 16000), ("80mbit", 80 * 10**6, 20000), ("1gbit", 10**9, 250000)],
+)
+def test_a_burst_is_two_milliseconds_of_the_rate_and_no_less_than_ten_frames(rate: str, nbits_per_s: int, burst: int) -> None:
     taken, _ = shaped(link(LINK_RATE=rate))
-    assert f"rate {rate} burst {burst} " in taken[0]
+    assert f"rate {nbits_per_s}bit burst {burst} " in taken[0]
 
 
 def test_delay_and_loss_come_before_the_rate() -> None:
     taken, said = shaped(link(LINK_RATE="100mbit", LINK_DELAY="5ms", LINK_LOSS="0.1%"))
-    assert taken[0] == f"{NETEM} limit 1000 delay 5ms loss 0.1%"
+    assert taken[0] == f"{NETEM} delay 5ms loss 0.1% limit 1000"
     assert taken[1] == f"tc qdisc replace dev eth0 parent 1:1 {OUT}"
     assert said == ["link: eth0: LINK_DELAY=5ms, LINK_LOSS=0.1%, LINK_RATE=100mbit out, LINK_RATE=100mbit in"]
 
 
 def test_a_queue_holds_what_a_long_fast_link_has_under_way() -> None:
     taken, _ = shaped(link(LINK_RATE="1gbit", LINK_DELAY="150ms"))
-    assert taken[0] == f"{NETEM} limit {round(2 * 125e6 * 0.2 / 1514)} delay 150ms"
+    assert taken[0] == f"{NETEM} delay 150ms limit {round(2 * 125e6 * 0.2 / 1514)}"
 
 
 def test_a_kernel_without_netem_keeps_the_rate_and_says_what_is_missing() -> None:

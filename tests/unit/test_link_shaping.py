@@ -22,7 +22,7 @@ def lines(commands: list[list[str]]) -> list[str]:
 
 
 def test_a_rate_is_a_token_bucket_at_both_ends() -> None:
-    expected = ["qdisc add dev eth0 root handle 10: tbf rate 100000000bit burst 25000 latency 50ms"]
+    expected = ["qdisc replace dev eth0 root handle 10: tbf rate 100000000bit burst 25000 latency 50ms"]
     assert lines(sending_commands("eth0", SLOW, has_netem=False)) == expected
     assert lines(receiving_commands("eth0", SLOW)) == expected
 
@@ -35,8 +35,8 @@ def test_a_burst_is_never_less_than_ten_frames() -> None:
 
 def test_delay_and_loss_stand_before_the_rate_where_the_kernel_has_netem() -> None:
     assert lines(sending_commands("eth0", FAR, has_netem=True)) == [
-        "qdisc add dev eth0 root handle 1: netem delay 5ms loss 1% limit 1000000",
-        "qdisc add dev eth0 parent 1:1 handle 10: tbf rate 1000000000bit burst 250000 latency 50ms",
+        "qdisc replace dev eth0 root handle 1: netem delay 5ms loss 1% limit 9082",
+        "qdisc replace dev eth0 parent 1:1 handle 10: tbf rate 1000000000bit burst 250000 latency 50ms",
     ]
 
 
