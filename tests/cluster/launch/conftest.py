@@ -64,7 +64,11 @@ class LaunchServer:
         return answer
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        try:
+            self._process.communicate(timeout=30)
+        finally:
+            self._process.kill()
+            self._process.communicate()
 
 
 class LaunchedRun:
