@@ -22,6 +22,7 @@ from pipecomp.experiments.links_cells import (
     Cell,
     Order,
     Setting,
+    cells_of,
     find_setting,
     make_order,
     rate_nbits_per_s,
@@ -69,15 +70,14 @@ def run(
     chosen = settings if setting is None else [find_setting(setting, settings)]
     wanted_rates, wanted_methods = _split(rates, RATES), _split(methods, tuple(METHODS))
     orders = [
-        make_order(each, method, rate, hosts=hosts, cluster=open_hosts(hosts, each, rate).cluster_settings())
+        make_order(each, cell, hosts=hosts, cluster=open_hosts(hosts, each, cell.rate, cell.delay_ms).cluster_settings())
         for each in chosen
-        for rate in wanted_rates
-        for method in wanted_methods
+        for cell in cells_of(each, wanted_rates, wanted_methods)
     ]
     kept: KeptRows[Cell] = KeptRows(
         path if json else None,
         COMMAND,
-        key_of=lambda row: Cell(row["setting"], row["method"], row["rate"]),
+        key_of=Cell.of_row,
         order=_place,
         wanted={order.cell: order.settings for order in orders},
         bars=links_bars.bars,
@@ -97,13 +97,13 @@ def results_of(hosts: str) -> Path:
     return RESULTS if hosts == HOSTS[0] else RESULTS.with_name(f"{RESULTS.stem}-{hosts}.json")
 
 
-def open_hosts(kind: str, setting: Setting, rate: str) -> Hosts:
+def open_hosts(kind: str, setting: Setting, rate: str, delay_ms: float = 0.0) -> Hosts:
     """Hosts for a setting's stages, and one more, as fast as it goes, for the coordinator. Not entered yet.
 
     Raises:
         ConfigError: no such kind, or not on this machine.
     """
-    shape = LinkShape(rate_nbits_per_s(rate))
+    shape = LinkShape(rate_nbits_per_s(rate), delay_ms / 1000)
     num_hosts = setting.num_stages + 1
     if kind == "local":
         return LocalHosts(num_hosts, shape)
@@ -119,25 +119,28 @@ def _split(text: str | None, everything: Sequence[str]) -> Sequence[str]:
     return everything if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _place(cell: Cell) -> tuple[int, float, int]:
-    """Settings and methods in their order, the fastest rate first."""
+def _place(cell: Cell) -> tuple[int, float, int, float, int]:
+    """Settings and methods in their order, the fastest rate first; the grid, delays, whole runs."""
     rate = rate_nbits_per_s(cell.rate)
     keys = [setting.key for setting in SETTINGS]
     setting = keys.index(cell.setting) if cell.setting in keys else len(keys)
-    return setting, -(rate or float("inf")), list(METHODS).index(cell.method)
+    return setting, -(rate or float("inf")), cell.num_epochs, cell.delay_ms, list(METHODS).index(cell.method)
 
 
 def _run_all(orders: Sequence[Order], kind: str, kept: KeptRows[Cell]) -> list[str]:
-    """One rate after another, so that its links are made and measured once."""
+    """One rate and delay after another, so that its links are made and measured once."""
     failures: list[str] = []
-    groups: dict[tuple[str, str], list[Order]] = {}
+    groups: dict[tuple[str, str, float], list[Order]] = {}
     for order in orders:
-        groups.setdefault((order.cell.setting, order.cell.rate), []).append(order)
+        groups.setdefault((order.cell.setting, order.cell.rate, order.cell.delay_ms), []).append(order)
     for group in groups.values():
         try:
-            with open_hosts(kind, group[0].setting, group[0].cell.rate) as hosts:
+            with open_hosts(kind, group[0].setting, group[0].cell.rate, group[0].cell.delay_ms) as hosts:
+                if hosts.missing:
+                    failures += [f"{order.cell}: {'; '.join(hosts.missing)}" for order in group]
+                    continue
                 goodput = measure_neighbours(hosts, group[0].setting.num_stages)
-                _say(f"{group[0].cell.rate}: one connection carries {describe(goodput)}; {hosts.emulation}")
+                _say(f"{hosts.shape.describe()}: one connection carries {describe(goodput)}; {hosts.emulation}")
                 for order in group:
                     failures += _run_one(hosts, order, goodput, kept)
         except (HostsFailed, KernelRefused) as error:

@@ -2,6 +2,8 @@
 runs nothing.
 
 A setting is a published experiment without its machines: how many stages, what crosses between them, and how long each computes.
+Cells come in three parts: a grid of rates and methods; the same with a delay on the way; and whole runs of several epochs whose
+messages are kept on disk.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from pipecomp import planning
+from pipecomp import planning, results
 from pipecomp.config import RunConfig, parse_run_config
 from pipecomp.errors import ConfigError
 from pipecomp.runtime.rehearsal import make_codec
@@ -31,6 +33,14 @@ FP32 = "fp32"
 METHODS: Mapping[str, tuple[int, int] | None] = {FP32: None, "fw4bw8": (4, 8), "fw3bw6": (3, 6), "fw2bw4": (2, 4)}
 """Bits of changes of activations forward, and of their gradients backward."""
 TEXT, TOKENIZER = Path("examples/state-of-the-union.jsonl"), Path("examples/demo-gpt2")
+DELAYS_MS = (10.0, 50.0)
+"""One way."""
+RUNS = ((FP32, 1), ("fw3bw6", 10))
+"""Methods and epochs of whole runs. A step of fp32 is the same in every epoch."""
+STEPS_PER_EPOCH = 3
+"""Of a whole run."""
+_CHOSEN = ("gpt2-xl", "fw3bw6", "100mbit")
+"""The cell that is run again with delays, and whose setting and rate whole runs have."""
 _MEASURED_S, _FEWEST, _MOST = 40.0, 2, 5
 """About how long a cell's measured steps take together, and how many there are."""
 _CARRIED = 0.99
@@ -87,9 +97,25 @@ class Cell(NamedTuple):
     method: str
     rate: str
     """`unshaped`, or a rate such as `100mbit`."""
+    delay_ms: float = 0.0
+    """One way, of everything between two hosts."""
+    num_epochs: int = 0
+    """Of a whole run; 0: steps of one batch, again and again."""
+
+    @classmethod
+    def of_row(cls, row: results.Row) -> Cell:
+        """What a row of the result is of."""
+        return cls(**{field: row[field] for field in cls._fields})
 
     def __str__(self) -> str:
-        return f"{self.setting} {self.method} {self.rate}"
+        words = [self.setting, self.method, self.rate]
+        words += [f"{self.delay_ms:g}ms"] if self.delay_ms else []
+        return " ".join(words + ([f"{self.num_epochs} epochs"] if self.num_epochs else []))
+
+    @property
+    def is_of_grid(self) -> bool:
+        """Neither delayed nor a whole run."""
+        return not self.delay_ms and not self.num_epochs
 
     @property
     def nbits_per_s(self) -> float | None:
@@ -113,6 +139,16 @@ class Order(NamedTuple):
     """A hash of all of it."""
 
 
+def cells_of(setting: Setting, rates: Sequence[str], methods: Sequence[str]) -> list[Cell]:
+    """The cells of a setting with these rates and methods, in the order in which they are run."""
+    chosen, method, rate = _CHOSEN
+    cells = [Cell(setting.key, each, at) for at in rates for each in methods]
+    if setting.key == chosen and rate in rates:
+        cells += [Cell(chosen, method, rate, delay_ms) for delay_ms in DELAYS_MS if method in methods]
+        cells += [Cell(chosen, each, rate, 0.0, num_epochs) for each, num_epochs in RUNS if each in methods]
+    return cells
+
+
 def rate_nbits_per_s(text: str) -> float | None:
     """Of `unshaped` None; of `100mbit` 1e8. Raises ConfigError."""
     return None if text == UNSHAPED else 8 * parse_rate(text, "--rates")
@@ -126,45 +162,56 @@ def find_setting(key: str, settings: Sequence[Setting] = SETTINGS) -> Setting:
     raise ConfigError(f"--setting: there is no {key!r}; there are: {', '.join(setting.key for setting in settings)}")
 
 
-def make_order(setting: Setting, method: str, rate: str, *, hosts: str, cluster: Mapping[str, Any]) -> Order:
+def make_order(setting: Setting, cell: Cell, *, hosts: str, cluster: Mapping[str, Any]) -> Order:
     """A cell's run.
 
     Args:
+        setting: that of the cell.
         hosts: what stands for machines, a word.
         cluster: keys of [cluster] that slow links down, where nothing else does.
 
     Raises:
         ConfigError: no such method, or a file that is not there.
     """
-    if method not in METHODS:
-        raise ConfigError(f"--methods: there is no {method!r}; there are: {', '.join(METHODS)}")
+    if cell.method not in METHODS:
+        raise ConfigError(f"--methods: there is no {cell.method!r}; there are: {', '.join(METHODS)}")
     for path in (TEXT, TOKENIZER):
         if not path.exists():
             raise ConfigError(f"the benchmark needs {path}: run it in the folder of the source tree")
-    cell = Cell(setting.key, method, rate)
     nbits = cell.nbits_per_s
-    chosen = _choose_schedule(setting, _config(setting, method, 1, cluster), _CARRIED * nbits / 8 if nbits else math.inf)
-    num_measured = min(_MOST, max(_FEWEST, math.ceil(_MEASURED_S / chosen.step.duration_s)))
-    num_warm_up = 1 if METHODS[method] is None else 2  # every sample's first visit, and the first one that is none
+    rate = _CARRIED * nbits / 8 if nbits else math.inf
+    chosen = _choose_schedule(setting, _config(setting, cell.method, 1, cluster), rate, cell.delay_ms)
     depth = {"num_in_flight": chosen.schedule.num_in_flight} if isinstance(chosen.schedule, OneFOneB) else {}
-    config = _config(setting, method, num_warm_up + num_measured, {"schedule": chosen.schedule.name, **depth, **cluster})
+    cluster = {"schedule": chosen.schedule.name, **depth, **cluster}
+    if cell.num_epochs:
+        num_warm_up = STEPS_PER_EPOCH if cell.num_epochs > 1 else 1
+        num_measured = STEPS_PER_EPOCH * cell.num_epochs - num_warm_up
+        config = _config(setting, cell.method, cell.num_epochs, cluster, steps_per_epoch=STEPS_PER_EPOCH)
+    else:
+        num_warm_up = 1 if METHODS[cell.method] is None else 2  # every sample's first visit, and the first one that is none
+        num_measured = min(_MOST, max(_FEWEST, math.ceil(_MEASURED_S / chosen.step.duration_s)))
+        config = _config(setting, cell.method, num_warm_up + num_measured, cluster)
     described = [_VERSION, hosts, setting, nbits, num_warm_up, msgspec.to_builtins(config)]
     described[-1]["data"] |= {"train": TEXT.name, "tokenizer": TOKENIZER.name}  # wherever they are
+    described += [cell.delay_ms] if cell.delay_ms else []
     settings = xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
     return Order(cell, setting, num_warm_up, num_measured, chosen.label, chosen.step.duration_s, config, settings)
 
 
-def _choose_schedule(setting: Setting, config: RunConfig, rate_nbytes_per_s: float) -> planning.Candidate:
+def _choose_schedule(setting: Setting, config: RunConfig, rate_nbytes_per_s: float, delay_ms: float) -> planning.Candidate:
     """The default, unless another one is faster on paper: of equal ones it holds more microbatches, which evens out what is
     not on paper."""
-    candidates = _on_paper(setting, config, rate_nbytes_per_s)
+    candidates = _on_paper(setting, config, rate_nbytes_per_s, delay_ms=delay_ms)
     default = next(each for each in candidates if each.label == OneFOneB.name)
     fastest = candidates[0]
     return fastest if default.step.duration_s > _NOTABLY * fastest.step.duration_s else default
 
 
-def _config(setting: Setting, method: str, num_steps: int, cluster: Mapping[str, Any]) -> RunConfig:
-    """Every epoch is one step, so that a sample's next visit is in the next step."""
+def _config(
+    setting: Setting, method: str, num_epochs: int, cluster: Mapping[str, Any], *, steps_per_epoch: int | None = None
+) -> RunConfig:
+    """Without `steps_per_epoch`, every epoch is one step, so that a sample's next visit is in the next step. With it, messages
+    are kept on disk."""
     bits = METHODS[method]
     forward = {"codec": "identity"} if bits is None else {"codec": "delta", "bits": bits[0]}
     backward = {"codec": "identity"} if bits is None else {"codec": "uniform", "bits": bits[1]}
@@ -185,16 +232,17 @@ def _config(setting: Setting, method: str, num_steps: int, cluster: Mapping[str,
                 "tokenizer": str(TOKENIZER.resolve()),
                 "max_length": setting.num_rows,
                 "packing": True,
-                "max_train_samples": setting.batch_size,
+                "max_train_samples": setting.batch_size * (steps_per_epoch or 1),
                 "max_eval_samples": 0,
             },
             "train": {
-                "num_train_epochs": num_steps,
+                "num_train_epochs": num_epochs,
                 "batch_size": setting.batch_size,
                 "num_microbatches": setting.num_microbatches,
                 "save_model": False,
             },
             "compression": {"forward": forward, "backward": backward},
+            **({"messages": {"store": "disk"}} if steps_per_epoch else {}),
             # Eight starts at once on a small machine take their time, and a heartbeat late there is no failure.
             "cluster": {"num_stages": setting.num_stages, "heartbeat_timeout_s": 60.0, **cluster},
         },
@@ -214,34 +262,50 @@ def expected_payload(order: Order) -> dict[str, int]:
     """Bytes of all links and steps of a cell's run, by kind, if no sample is sent afresh."""
     num_messages = (order.setting.num_stages - 1) * order.setting.num_microbatches
     num_steps = order.num_warm_up + order.num_measured
+    num_first = STEPS_PER_EPOCH if order.cell.num_epochs else 1
     expected = {}
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         first, later = (
             message_nbytes(order.setting, order.config, kind, first_visit=is_first) for is_first in (True, False)
         )
-        expected[kind.value] = num_messages * (first + (num_steps - 1) * later)
+        expected[kind.value] = num_messages * (num_first * first + (num_steps - num_first) * later)
     return expected
 
 
 def ideal(
-    setting: Setting, config: RunConfig, rate_nbytes_per_s: float, *, header_nbytes: float = 0.0, both_ways: bool = True
+    setting: Setting,
+    config: RunConfig,
+    rate_nbytes_per_s: float,
+    *,
+    header_nbytes: float = 0.0,
+    both_ways: bool = True,
+    delay_ms: float = 0.0,
 ) -> planning.Candidate:
     """The shortest step on paper: compute at its nominal speed, links at this goodput, nothing else.
 
     Args:
         rate_nbytes_per_s: what one host can send, and receive if `both_ways`.
         header_nbytes: of each message, besides its payload.
+        delay_ms: of each message on its way.
     """
-    return _on_paper(setting, config, rate_nbytes_per_s, header_nbytes=header_nbytes, both_ways=both_ways)[0]
+    return _on_paper(
+        setting, config, rate_nbytes_per_s, header_nbytes=header_nbytes, both_ways=both_ways, delay_ms=delay_ms
+    )[0]
 
 
 def _on_paper(
-    setting: Setting, config: RunConfig, rate_nbytes_per_s: float, *, header_nbytes: float = 0.0, both_ways: bool = True
+    setting: Setting,
+    config: RunConfig,
+    rate_nbytes_per_s: float,
+    *,
+    header_nbytes: float = 0.0,
+    both_ways: bool = True,
+    delay_ms: float = 0.0,
 ) -> list[planning.Candidate]:
     link = planning.LinkCost(
         message_nbytes(setting, config, Kind.FORWARD) + header_nbytes,
         message_nbytes(setting, config, Kind.BACKWARD) + header_nbytes,
     )
-    host = planning.Host(rate_nbytes_per_s, rate_nbytes_per_s if both_ways else math.inf)
+    host = planning.Host(rate_nbytes_per_s, rate_nbytes_per_s if both_ways else math.inf, delay_ms / 1000)
     stage = planning.StageCost(setting.forward_s, setting.backward_s)
     return planning.compare(planning.even_setting(setting.num_stages, stage, link, host), setting.num_microbatches)

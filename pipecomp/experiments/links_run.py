@@ -63,12 +63,14 @@ def run_cell(hosts: Hosts, order: Order, goodput_nbytes_per_s: Sequence[float], 
     ended = _wait_for_step(processes, order, folder, order.num_warm_up + order.num_measured)
     _wait_for_end(processes, order, folder)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    times = [event["step_time_s"] for event in _steps(folder)]
+    steps = _steps(folder)
+    times = [event["step_time_s"] for event in steps]
     return {
         **_speed(order, hosts, times[order.num_warm_up :], goodput_nbytes_per_s, summary),
         "warm_up_times_s": [round(time_s, 4) for time_s in times[: order.num_warm_up]],
         **_load(begun, ended, order.num_measured),
         **_traffic(order, summary),
+        **(_whole_run(steps, summary) if order.cell.num_epochs else {}),
         "time": _shares(summary),
         "peak_memory_nbytes": max(worker["peak_memory_bytes"] for worker in summary["workers"].values()),
     }
@@ -167,7 +169,14 @@ def _speed(
         goodput = min(goodput, order.cell.nbits_per_s / 8)
     num_messages = (order.num_warm_up + order.num_measured) * (order.setting.num_stages - 1) * order.setting.num_microbatches
     header_nbytes = summary["traffic"]["forward"]["header_bytes"] / num_messages
-    best = ideal(order.setting, order.config, goodput, header_nbytes=header_nbytes, both_ways=not in_user_space)
+    best = ideal(
+        order.setting,
+        order.config,
+        goodput,
+        header_nbytes=header_nbytes,
+        both_ways=not in_user_space,
+        delay_ms=order.cell.delay_ms,
+    )
     return {
         "emulation": hosts.emulation,
         "goodput_nbits_per_s": round(8 * goodput),
@@ -209,6 +218,19 @@ def _traffic(order: Order, summary: dict[str, Any]) -> Figures:
         "payload_differs_nbytes": sum(abs(kinds[kind]["payload_bytes"] - nbytes) for kind, nbytes in expected.items()),
         "fallbacks": sum(link["fallbacks"] for link in forward),
         "change": round(statistics.median(changes), 4) if changes else None,
+    }
+
+
+def _whole_run(steps: Sequence[dict[str, Any]], summary: dict[str, Any]) -> Figures:
+    """When each epoch ended, after the first step began; and what became of messages that are kept on disk."""
+    begun = steps[0]["time_s"] - steps[0]["step_time_s"]
+    ends = {step["epoch"]: step["time_s"] - begun for step in steps}
+    stores = [end for link in summary["stores"].values() for end in link.values()]
+    return {
+        "epoch_ends_s": [round(ends[epoch], 3) for epoch in sorted(ends)],
+        "disk_nbytes": sum(store["disk_bytes"] for store in stores),
+        "disk_reads": sum(store["disk_reads"] for store in stores),
+        "store_wait_s": round(sum(store["wait_s"] for store in stores), 4),
     }
 
 

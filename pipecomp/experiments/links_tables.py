@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pipecomp.experiments import tables
 from pipecomp.experiments.links import RESULTS
-from pipecomp.experiments.links_bars import HEAD, table
-from pipecomp.experiments.links_cells import Setting, find_setting
+from pipecomp.experiments.links_bars import DELAY_HEAD, HEAD, RUN_HEAD, delay_table, run_table, table
+from pipecomp.experiments.links_cells import SETTINGS, Setting, find_setting
 from pipecomp.results import Row
 
 DOCUMENT = Path("docs/performance.md")
@@ -19,12 +20,17 @@ MARK = "links"
 
 
 def filled(document: str, outcome: Row) -> str:
-    """`document` with every table made anew; a block's name is a setting, `machine` or `bars`."""
+    """`document` with every table made anew; a block's name is a setting, `delays`, `runs`, `machine` or `bars`."""
+    rows = outcome["rows"]
+    makers: dict[str, Callable[[], str]] = {
+        "bars": lambda: tables.bars_table(outcome),
+        "machine": lambda: _machine(outcome),
+        "delays": lambda: tables.markdown(DELAY_HEAD, delay_table(rows)),
+        "runs": lambda: tables.markdown(RUN_HEAD, [line for setting in SETTINGS for line in run_table(rows, setting)]),
+    }
 
     def make(name: str) -> str:
-        if name == "bars":
-            return tables.bars_table(outcome)
-        return _machine(outcome) if name == "machine" else _setting(outcome, find_setting(name))
+        return makers[name]() if name in makers else _setting(outcome, find_setting(name))
 
     return tables.filled(document, MARK, make)
 

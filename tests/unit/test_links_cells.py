@@ -13,13 +13,16 @@ import pytest
 from pipecomp.errors import ConfigError
 from pipecomp.experiments import links, links_tables, tables
 from pipecomp.experiments.kept import KeptRows
-from pipecomp.experiments.links_bars import bars, curves, report, table
+from pipecomp.experiments.links_bars import bars, curves, delay_table, report, run_table, table
 from pipecomp.experiments.links_cells import (
     METHODS,
     RATES,
     SETTINGS,
+    STEPS_PER_EPOCH,
     Cell,
     Order,
+    Setting,
+    cells_of,
     expected_payload,
     find_setting,
     ideal,
@@ -38,12 +41,17 @@ def in_the_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order(method: str = "fw3bw6", rate: str = "100mbit", **changes: Any) -> Order:
-    return make_order(GPT2_XL._replace(**changes), method, rate, hosts="namespaces", cluster={})
+    return order_of(Cell("gpt2-xl", method, rate), GPT2_XL._replace(**changes))
+
+
+def order_of(cell: Cell, setting: Setting = GPT2_XL, hosts: str = "namespaces", **cluster: Any) -> Order:
+    return make_order(setting, cell, hosts=hosts, cluster=cluster)
 
 
 def row(method: str = "fw3bw6", rate: str = "100mbit", **figures: Any) -> dict[str, Any]:
     return {
-        "setting": "gpt2-xl", "method": method, "rate": rate, "settings": "s", "emulation": "one machine",
+        "setting": "gpt2-xl", "method": method, "rate": rate, "delay_ms": 0.0, "num_epochs": 0, "settings": "s",
+        "emulation": "one machine",
         "bound": "compute of rank 0", "goodput_nbits_per_s": 95_500_000, "sequences_per_s": 3.4, "ideal_sequences_per_s": 3.5,
         "ratio": 0.97, "cores_used": 0.5, "cores_used_by_others": 0.0, "num_cores": 2, "payload_differs_nbytes": 0,
         "synthetic_ns_per_value": {"forward": 0.02, "backward": 0.04}, "time": {"coding": 0.012, "other": 0.02}, **figures,
@@ -101,7 +109,7 @@ def test_where_namespaces_cannot_be_had_the_other_way_is_named(monkeypatch: pyte
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
 def test_every_step_is_an_epoch_so_that_each_visit_but_the_first_has_a_message(setting: Any) -> None:
-    made = make_order(setting, "fw3bw6", "100mbit", hosts="namespaces", cluster={})
+    made = order_of(Cell(setting.key, "fw3bw6", "100mbit"), setting)
     assert made.config.data.max_train_samples == made.config.train.batch_size == 32
     assert made.config.train.num_train_epochs == made.num_warm_up + made.num_measured
     assert made.num_warm_up == 2
@@ -123,8 +131,10 @@ def test_settings_that_change_figures_change_the_hash_and_the_folder_does_not(
 ) -> None:
     first = order()
     others = [order("fw2bw4"), order(rate="50mbit"), order(forward_s=0.1), order(num_columns=800)]
-    others.append(make_order(GPT2_XL, "fw3bw6", "100mbit", hosts="local", cluster={"link_rate": "100mbit"}))
-    assert len({first.settings, *(other.settings for other in others)}) == 6
+    others.append(order_of(Cell("gpt2-xl", "fw3bw6", "100mbit"), hosts="local", link_rate="100mbit"))
+    others += [order_of(Cell("gpt2-xl", "fw3bw6", "100mbit", delay_ms)) for delay_ms in (10.0, 50.0)]
+    others += [order_of(Cell("gpt2-xl", "fw3bw6", "100mbit", 0.0, num_epochs)) for num_epochs in (5, 10)]
+    assert len({first.settings, *(other.settings for other in others)}) == 10
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     assert order().settings == first.settings
@@ -202,7 +212,7 @@ def kept(path: Path | None, wanted: dict[Cell, str]) -> KeptRows[Cell]:
     return KeptRows(
         path,
         "a command",
-        key_of=lambda row: Cell(row["setting"], row["method"], row["rate"]) if row["method"] in METHODS else None,
+        key_of=lambda row: Cell.of_row(row) if row["method"] in METHODS else None,
         order=lambda cell: cell.rate,
         wanted=wanted,
         bars=bars,
@@ -263,5 +273,106 @@ def test_tables_are_filled_and_filled_again() -> None:
     assert links_tables.filled(new, outcome) == new
 
 
-def test_the_grid_is_every_method_at_every_rate() -> None:
-    assert len(SETTINGS) * len(RATES) * len(METHODS) == 56
+# -------------------------------------------------------------------------------------------------- delays and whole runs
+
+HEADLINE = Cell("gpt2-xl", "fw3bw6", "100mbit")
+
+
+def whole_run(method: str = "fw3bw6", num_epochs: int = 10, first: float = 9.9, last: float = 9.0) -> dict[str, Any]:
+    times = [first] * STEPS_PER_EPOCH + [last] * (STEPS_PER_EPOCH * (num_epochs - 1))
+    ends = [sum(times[: STEPS_PER_EPOCH * epoch]) for epoch in range(1, num_epochs + 1)]
+    return row(method, num_epochs=num_epochs, warm_up_times_s=times[:3], times_s=times[3:], epoch_ends_s=ends)
+
+
+def test_cells_are_the_grid_and_at_the_headline_delays_and_whole_runs() -> None:
+    cells = cells_of(GPT2_XL, RATES, tuple(METHODS))
+    assert len(cells) == len(set(cells)) == len(RATES) * len(METHODS) + 4
+    assert [cell for cell in cells if not cell.is_of_grid] == [
+        HEADLINE._replace(delay_ms=10.0),
+        HEADLINE._replace(delay_ms=50.0),
+        Cell("gpt2-xl", "fp32", "100mbit", 0.0, 1),
+        HEADLINE._replace(num_epochs=10),
+    ]
+    assert len(cells_of(DEBERTA, RATES, tuple(METHODS))) == len(RATES) * len(METHODS)
+    assert cells_of(GPT2_XL, ["50mbit"], ["fw3bw6"]) == [Cell("gpt2-xl", "fw3bw6", "50mbit")]
+    assert [str(cell) for cell in cells_of(GPT2_XL, ["100mbit"], ["fw3bw6"])] == [
+        "gpt2-xl fw3bw6 100mbit",
+        "gpt2-xl fw3bw6 100mbit 10ms",
+        "gpt2-xl fw3bw6 100mbit 50ms",
+        "gpt2-xl fw3bw6 100mbit 10 epochs",
+    ]
+
+
+def test_a_delay_is_in_the_links_and_in_the_ideal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "why_not", lambda: "")
+    assert links.open_hosts("namespaces", GPT2_XL, "100mbit", 50.0).shape.delay_s == 0.05
+    assert links.open_hosts("local", GPT2_XL, "100mbit", 50.0).cluster_settings()["link_latency_ms"] == 50.0
+    steps = [ideal(GPT2_XL, order().config, 0.955e8 / 8, delay_ms=delay).step.duration_s for delay in (0.0, 10.0, 50.0)]
+    there_and_back = 2 * 7
+    assert steps[1] - steps[0] == pytest.approx(there_and_back * 0.01, rel=0.3)
+    assert steps[2] - steps[0] == pytest.approx(there_and_back * 0.05, rel=0.3)
+
+
+def test_a_delay_that_cannot_be_had_fails_its_cells_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def undelayed(_kind: str, setting: Setting, _rate: str, _delay_ms: float) -> LocalHosts:
+        hosts = LocalHosts(setting.num_stages + 1)
+        hosts.missing = ("delay: this kernel has no netem, and iptables is not installed, which would delay packets too",)
+        return hosts
+
+    monkeypatch.setattr(links, "open_hosts", undelayed)
+    monkeypatch.setattr(links, "run_cell", None)
+    wanted = [order_of(HEADLINE._replace(delay_ms=10.0))]
+    failures = links._run_all(wanted, "local", kept(tmp_path / "links.json", {}))
+    assert len(failures) == 1
+    assert re.match("gpt2-xl fw3bw6 100mbit 10ms: .*iptables is not installed", failures[0])
+
+
+def test_a_delayed_cell_is_held_to_its_own_ideal_and_not_to_the_grids() -> None:
+    outcome = bars([row(delay_ms=10.0, ratio=0.975), row(delay_ms=50.0, ratio=0.96)])
+    held = [(bar["name"], bar["bar"], bar["holds"]) for bar in outcome if "of the ideal" in bar["name"]]
+    assert held == [
+        ("gpt2-xl fw3bw6 100mbit 10ms: part of the ideal with that delay", 0.97, True),
+        ("gpt2-xl fw3bw6 100mbit 50ms: part of the ideal with that delay", 0.97, False),
+    ]
+
+
+def test_delays_stand_below_the_same_cell_without_one() -> None:
+    rows = [row(), row("fp32"), row(delay_ms=10.0), row(delay_ms=50.0, ratio=0.96)]
+    assert [line[0] for line in delay_table(rows)] == ["none", "10 ms", "50 ms"]
+    assert [line[4] for line in delay_table(rows)] == ["97.0 %", "97.0 %", "96.0 %"]
+    assert delay_table([row()]) == []
+    assert len(table(rows, GPT2_XL)) == 2
+    assert curves(rows, "gpt2-xl") == {"fp32": [(95.5, 3.4)], "fw3bw6": [(95.5, 3.4)]}
+
+
+def test_a_whole_run_keeps_messages_on_disk_and_visits_samples_once_an_epoch() -> None:
+    packed, whole = order_of(HEADLINE._replace(num_epochs=10)), order_of(Cell("gpt2-xl", "fp32", "100mbit", 0.0, 1))
+    assert packed.config.messages.store == "disk"
+    assert packed.config.data.max_train_samples == STEPS_PER_EPOCH * 32
+    assert packed.config.train.num_train_epochs == 10
+    assert (packed.num_warm_up, packed.num_measured) == (STEPS_PER_EPOCH, 9 * STEPS_PER_EPOCH)
+    assert (whole.num_warm_up, whole.num_measured) == (1, STEPS_PER_EPOCH - 1)
+
+
+def per_epoch(nbits: float) -> int:
+    """Bytes of all links."""
+    return 7 * STEPS_PER_EPOCH * 32 * (int(1024 * 1600 * nbits / 8) + 1)  # a byte says which codec a sample has
+
+
+def test_a_whole_runs_first_visits_are_those_of_one_epoch() -> None:
+    once, again = (expected_payload(order_of(HEADLINE._replace(num_epochs=num)))["forward"] for num in (2, 3))
+    first, later = 4.25, 3.25  # bits a value, scales of groups of 64 included
+    assert (again - once, once) == (per_epoch(later), per_epoch(first) + per_epoch(later))
+
+
+def test_a_first_epoch_is_held_to_the_last_one() -> None:
+    outcome = bars([whole_run(first=9.8), whole_run(first=9.95), whole_run("fp32", 1)])
+    assert [(bar["value"], bar["holds"]) for bar in outcome if "first epoch" in bar["name"]] == [(1.0889, True), (1.1056, False)]
+
+
+def test_times_of_runs_that_were_not_waited_for_stand_in_brackets() -> None:
+    fp32, packed, published = run_table([row(), whole_run("fp32", 1, first=60.0), whole_run()], GPT2_XL)
+    assert fp32 == ["fp32", "180.0 s", "(540 s)", "(1800 s)", "60.00 s", "60.00 s"]
+    assert packed == ["fw3bw6", "29.7 s", "83.7 s", "272.7 s", "9.90 s", "9.00 s"]
+    assert published == ["fp32, as published", "(192 s)", "(576 s)", "(1920 s)", "(64.0 s)", "(64.0 s)"]
+    assert run_table([row()], GPT2_XL) == []
