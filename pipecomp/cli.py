@@ -260,6 +260,14 @@ def plan_accuracy(json: Annotated[bool, typer.Option("--json", help="Also write 
 
 
 @bench.command()
+def memory(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
+    """Whether workers' memory grows over 2,000 steps with one of them ten times slower than the others. About five minutes."""
+    from pipecomp.experiments import steady_memory as experiment
+
+    experiment.run(json=json)
+
+
+@bench.command()
 def links(
     json: Annotated[
         bool, typer.Option("--json/--no-json", help="Keep every cell's figures as JSON, and run only what is not there yet.")
