@@ -28,7 +28,7 @@ _COMPUTING = (Doing.FORWARD, Doing.BACKWARD)
 _OF_STEPS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.TIED, Kind.CONTROL))
 _TELLING = frozenset(
     {
-        *(Doing.STEP, Doing.FORWARD, Doing.BACKWARD, Doing.NORMS),
+        *(Doing.STEP, Doing.FORWARD, Doing.BACKWARD, Doing.WEIGHTS, Doing.NORMS),
         *(Doing.WAIT, Doing.WAIT_ENCODED, Doing.TIED, Doing.VOTE),
         *(Doing.ENCODE, Doing.RECEIVE, Doing.STORE),
     }
@@ -164,7 +164,7 @@ def _add(sums: _Sums, step: _Step, worker: str, span: Span, spans: Sequence[Span
     match span.doing:
         case Doing.STEP:
             sums.total += span.end_ns - span.start_ns
-        case Doing.FORWARD | Doing.BACKWARD:
+        case Doing.FORWARD | Doing.BACKWARD | Doing.WEIGHTS:
             sums.computing += span.end_ns - span.start_ns
         case Doing.WAIT:
             _add_wait(sums, step, worker, span)

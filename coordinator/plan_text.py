@@ -153,6 +153,10 @@ def _recommended(plan: Plan) -> str:
         cluster.append(f"num_in_flight = {advice.num_in_flight}")
     elif plan.config.cluster.num_in_flight is not None:
         cluster.append("# without num_in_flight")
+    if advice.num_deferred:
+        cluster.append(f"num_deferred = {advice.num_deferred}")
+    elif plan.config.cluster.num_deferred:
+        cluster.append("# without num_deferred")
     layers = advice.layers if advice.layers is not None else plan.config.cluster.layers
     if layers is not None:
         cluster.append(f"layers = [{', '.join(map(str, layers))}]")

@@ -25,7 +25,7 @@ from pipecomp.planning.advice import Advice, advise, too_large
 from pipecomp.planning.forecast import Cluster, Forecast, forecast
 from pipecomp.planning.machines import LayerSeconds, Machine, parse_figures
 from pipecomp.planning.work import Work
-from pipecomp.runtime.probe import HANDLING_S, kept_nbytes, probe_machine
+from pipecomp.runtime.probe import HANDLING_S, deferred_nbytes, kept_nbytes, probe_machine
 from pipecomp.runtime.rehearsal import make_schedule
 
 
@@ -72,7 +72,7 @@ def make_plan(config: RunConfig, *, figures: str | None, apart: bool, cache_fold
     run = read_run(config, cache_folder)
     lengths = run.batches.usual_lengths()
     cluster = _probed_cluster(config, run, apart=apart) if machines is None else Cluster(machines)
-    work = work_of(config, run, kept_nbytes(config, run.model, lengths))
+    work = work_of(config, run, kept_nbytes(config, run.model, lengths), deferred_nbytes(config, run.model, lengths))
     ways = ways_of(config, run)
     schedule = make_schedule(config)
     forecasts = [forecast(work, way.width, cluster, way.split, schedule) for way in ways]
@@ -95,6 +95,7 @@ def as_tree(plan: Plan) -> dict[str, Any]:
             "cluster": {
                 "schedule": advice.schedule,
                 "num_in_flight": advice.num_in_flight,
+                "num_deferred": advice.num_deferred,
                 "layers": None if advice.layers is None else list(advice.layers),
             },
             **_setting_tree(advice.forecast, plan.cluster),
@@ -133,7 +134,7 @@ def _probed_cluster(config: RunConfig, run: ReadRun, *, apart: bool) -> Cluster:
     threads = cores if apart else max(1, cores // num_workers)
     memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1 if apart else num_workers)
     probe = probe_machine(config, run.model, run.batches.usual_lengths(), num_threads=threads)
-    seconds = {kind: LayerSeconds(layer.forward_s, layer.backward_s) for kind, layer in probe.layers.items()}
+    seconds = {kind: LayerSeconds(*layer) for kind, layer in probe.layers.items()}
     machine = Machine(
         block=seconds["block"],
         head=seconds["head"],

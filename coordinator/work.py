@@ -61,8 +61,13 @@ def ways_of(config: RunConfig, run: ReadRun) -> list[Way]:
     return ways
 
 
-def work_of(config: RunConfig, run: ReadRun, held_nbytes: dict[str, float]) -> Work:
-    """What the run asks of its machines; `held_nbytes`: by kind of layer, what a microbatch holds until its backward."""
+def work_of(config: RunConfig, run: ReadRun, held_nbytes: dict[str, float], deferred_nbytes: dict[str, float]) -> Work:
+    """What the run asks of its machines.
+
+    Args:
+        held_nbytes: by kind of layer, what a microbatch holds until its backward.
+        deferred_nbytes: the same of gradients of weights that wait.
+    """
     plan = run.model.plan
     trainable = [p.layer for p in plan.parameters if p.trainable]
     lengths = run.batches.usual_lengths()
@@ -78,6 +83,7 @@ def work_of(config: RunConfig, run: ReadRun, held_nbytes: dict[str, float]) -> W
                 layer.num_parameters,
                 _num_trainable(run.model, layer.index),
                 held_nbytes.get(layer.kind, 0.0),
+                deferred_nbytes.get(layer.kind, 0.0),
             )
             for layer in plan.layers
         ),
@@ -95,6 +101,7 @@ def work_of(config: RunConfig, run: ReadRun, held_nbytes: dict[str, float]) -> W
         ),
         store=messages.store,
         store_nbytes=capacity_nbytes(messages.store, memory, disk, is_kept=False),
+        num_deferred=config.cluster.num_deferred,
     )
 
 

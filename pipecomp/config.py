@@ -138,6 +138,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     schedule: str = "1f1b"
     num_in_flight: Positive | None = None
     """Microbatches a stage may have between forward and backward in `1f1b`; None: deep enough for slow links."""
+    num_deferred: Count = 0
+    """Of so many microbatches a stage may leave gradients of weights for a time when it would wait; 0: of none."""
     layers: tuple[Positive, ...] | None = None
     """Layers of each worker by hand (embedding and head count as one each)."""
     tied_weights: Literal["auto", "colocate", "exchange"] = "auto"

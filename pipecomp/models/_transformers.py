@@ -18,6 +18,7 @@ from torch import nn
 
 from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import CheckpointReader
+from pipecomp.models._deferral import Deferral, defer_linear
 from pipecomp.models._family import BlockContext, Layer, ModelFamily, TransformersConfig
 from pipecomp.models._plan import frozen_names, make_plan
 from pipecomp.models.base import CLASSIFICATION, Batch, LayerSeeds, Model, ModelPlan, StageModule
@@ -126,6 +127,16 @@ class TransformersStage(StageModule):
         # With a number of items transformers sums and divides; dividing by one changes no bit.
         loss: torch.Tensor = ForCausalLMLoss(logits, batch.labels, self._vocab_size, num_items_in_batch=1)
         return loss
+
+    def split_backward(self) -> Deferral:
+        """See `StageModule.split_backward`: the linear maps of blocks. Not the head's, whose gradient at the logits would have
+        to be held: as many values a token as the vocabulary has words."""
+        deferral = Deferral()
+        for index, layer in enumerate(self.layers, self.shard.first_layer):
+            if index > 0 and not (self.is_last and index == self.shard.end_layer - 1):
+                for module in layer.modules():
+                    defer_linear(module, deferral)
+        return deferral
 
     def num_correct(self, logits: torch.Tensor, batch: Batch) -> int | None:
         """See `StageModule.num_correct`."""

@@ -26,7 +26,24 @@ import msgspec
 import torch
 
 from pipecomp.models._checkpoint import CheckpointReader
+from pipecomp.models._deferral import Deferral, Half
 from pipecomp.types import Shard
+
+__all__ = [
+    "CAUSAL_LM",
+    "CLASSIFICATION",
+    "Batch",
+    "Deferral",
+    "Half",
+    "LayerSeeds",
+    "LayerSpec",
+    "Model",
+    "ModelMaker",
+    "ModelPlan",
+    "ParameterSpec",
+    "StageModule",
+    "TiedWeight",
+]
 
 CAUSAL_LM = "causal-lm"
 CLASSIFICATION = "sequence-classification"
@@ -119,6 +136,11 @@ class StageModule(torch.nn.Module, abc.ABC):
         `(loss_sum(logits, batch) / num_tokens).backward()`, with `num_tokens` an int over the whole batch of microbatches,
         gives the bits of `model(..., labels=labels, num_items_in_batch=num_tokens).loss.backward()`.
         """
+
+    def split_backward(self) -> Deferral:
+        """From now on, leave gradients of large weights to the deferral that is returned, wherever that saves the layer below
+        from waiting; call it once, before the first forward pass. The default leaves nothing to it."""
+        return Deferral()
 
     def num_correct(self, logits: torch.Tensor, batch: Batch) -> int | None:
         """How many samples have their largest logit at their class; None where labels are tokens."""

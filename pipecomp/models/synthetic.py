@@ -30,6 +30,7 @@ from torch import nn
 from pipecomp.config import NonNegative, Positive
 from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import CheckpointReader
+from pipecomp.models._deferral import Deferral, Half
 from pipecomp.models._plan import frozen_names
 from pipecomp.models._ring import RingSpec, TensorRing
 from pipecomp.models.base import Batch, LayerSeeds, LayerSpec, Model, ModelMaker, ModelPlan, ParameterSpec, StageModule
@@ -54,6 +55,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     forward_s: NonNegative = 0.0
     """Seconds that a block's forward pass takes, for a microbatch of any size."""
     backward_s: NonNegative = 0.0
+    weights_s: NonNegative = 0.0
+    """The part of `backward_s` that gradients of weights take, for which the layer below need not wait."""
     change: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     """Relative change of a sample's activations from one visit to the next."""
     num_tensors: Annotated[int, msgspec.Meta(ge=2, le=64)] = 4
@@ -66,6 +69,7 @@ class _Work(NamedTuple):
     shape: tuple[int, int]  # B, T
     model: SyntheticModel
     is_block: bool
+    deferral: Deferral | None
 
     def activations(self) -> torch.Tensor:
         return self.model.activations.take(self.first, *self.shape)
@@ -75,7 +79,11 @@ class _Work(NamedTuple):
 
     def times(self) -> tuple[float, float]:
         values = self.model.values
-        return (values.forward_s, values.backward_s) if self.is_block else (0.0, 0.0)
+        return (values.forward_s, values.backward_s - self.deferred_s) if self.is_block else (0.0, 0.0)
+
+    @property
+    def deferred_s(self) -> float:
+        return self.model.values.weights_s if self.is_block and self.deferral is not None else 0.0
 
 
 class _Layer(torch.autograd.Function):
@@ -96,6 +104,8 @@ class _Layer(torch.autograd.Function):
         hidden = ctx.work.gradients() if ctx.needs_input_grad[0] else None
         weight = gradients[0][:, 0].sum(0) if ctx.needs_input_grad[1] else None
         _sleep_until(end)
+        if ctx.work.deferred_s:
+            ctx.work.deferral.later(Half(lambda: time.sleep(ctx.work.deferred_s)))
         return hidden, weight, None
 
 
@@ -136,6 +146,7 @@ class SyntheticStage(StageModule):
         self.is_first = shard.first_layer == 0
         self.is_last = shard.end_layer == len(model.plan.layers)
         self.tied_alias_shares_storage = False
+        self._deferral: Deferral | None = None
         self._model = model
         self._specs = [p for p in model.plan.parameters if shard.first_layer <= p.layer < shard.end_layer]
         self.weights = nn.ParameterList(
@@ -150,7 +161,7 @@ class SyntheticStage(StageModule):
         last = len(self._model.plan.layers) - 1
         for index, weight in enumerate(self.weights, self.shard.first_layer):
             first = 0 if seeds is None else xxhash.xxh3_64_intdigest(f"ring element {seeds.seed(index)}".encode())
-            work = _Work(first, shape, self._model, is_block=0 < index < last)
+            work = _Work(first, shape, self._model, 0 < index < last, self._deferral)
             hidden = (_Head if index == last else _Layer).apply(hidden, weight, work)  # type: ignore[no-untyped-call]
         assert hidden is not None
         return hidden
@@ -159,6 +170,11 @@ class SyntheticStage(StageModule):
         """Softplus of the score before each label token: a token is the better predicted the lower its score is."""
         assert batch.labels is not None
         return nn.functional.softplus(logits[:, :-1, 0][batch.labels[:, 1:] != _IGNORED]).sum()
+
+    def split_backward(self) -> Deferral:
+        """See `StageModule.split_backward`: what waits is `weights_s` of sleep."""
+        self._deferral = Deferral()
+        return self._deferral
 
     def named_checkpoint_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See `StageModule.named_checkpoint_parameters`."""
@@ -240,6 +256,9 @@ class Synthetic(ModelMaker):
             reason, _, place = str(e).partition(" - at `$.")
             key = place.rstrip("`")
             raise ConfigError(f"model.config: synthetic's {key} = {config.get(key)!r}: {reason}") from e
+        if values.weights_s > values.backward_s:
+            parts = f"weights_s = {values.weights_s:g} is part of backward_s = {values.backward_s:g}"
+            raise ConfigError(f"model.config: synthetic's {parts}: make it smaller")
         return SyntheticModel(values, freeze, weights)
 
 

@@ -1,6 +1,7 @@
 """Play a step on paper, event by event: what computes when, what is sent when. Pure; knows no clock but its own.
 
-At every moment each rank runs the head of its order if it has the input, and each flow sends the oldest result that it has not
+At every moment each rank runs the head of its order if it has the input, else what gradients of weights it has deferred, and each
+flow sends the oldest result that it has not
 sent. Flows that send at once share what they go through max-min fairly, as a fluid; the shares change whenever a flow starts or
 ends a message:
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipecomp.errors import LocalProtocolError
@@ -83,12 +84,14 @@ class _Worker:
 class _Play:
     """The state of one step."""
 
-    def __init__(self, actions: Sequence[Sequence[Action]], setting: Setting, network: Network) -> None:
+    def __init__(self, actions: Sequence[Sequence[Action]], setting: Setting, network: Network, num_deferred: int) -> None:
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self._setting = setting
         self._network = network
         self._orders = [deque(order) for order in actions]
+        self._num_deferred = num_deferred
+        self._deferred: list[deque[Action]] = [deque() for _ in setting.stages]
         self._computing = [False] * len(actions)
         self._there: set[Action] = set()
         self._workers: dict[Rank, _Worker] = {}
@@ -100,11 +103,13 @@ class _Play:
 
     def run(self) -> None:
         now = 0.0
-        self._start_ranks(now)
         while True:
+            self._start_ranks(now, self._next)
             moving = self._moving()
             ends = [now + (each.left / rate if each.left else 0.0) for each, rate in moving]
             then = min([self._events[0][0] if self._events else math.inf, *ends])
+            if then > now and self._start_ranks(now, self._next_deferred):  # no input comes at this very moment
+                continue
             if then == math.inf:
                 break
             for (each, rate), end in zip(moving, ends, strict=True):
@@ -118,7 +123,6 @@ class _Play:
             while self._events and self._events[0][0] <= now:
                 _, _, action, computed = heapq.heappop(self._events)
                 self._happen(action, now, computed=computed)
-            self._start_ranks(now)
         self._check_all_ran()
 
     def _moving(self) -> list[tuple[_Sender | _Worker, float]]:
@@ -152,24 +156,51 @@ class _Play:
             self._there.add(action)
             return
         self._computing[self._setting.ranks[action.stage]] = False
+        if action.kind is ActionKind.BACKWARD and self._num_deferred and self._setting.stages[action.stage].weights_s:
+            self._deferred[action.stage].append(action._replace(kind=ActionKind.WEIGHTS))
         sender = self._senders.get((action.stage, action.kind))
         if sender is not None and action in self._network.takers:
             sender.add(action, now)
         else:
             self._there.add(action)
 
-    def _start_ranks(self, now: float) -> None:
-        for rank, order in enumerate(self._orders):
-            if order and not self._computing[rank] and self._has_input(order[0]):
-                action = order.popleft()
-                cost = self._setting.stages[action.stage]
-                length_s = cost.forward_s if action.kind is ActionKind.FORWARD else cost.backward_s
+    def _start_ranks(self, now: float, choose: Callable[[Rank], Action | None]) -> bool:
+        """Let each rank that computes nothing begin what is chosen for it; whether any did."""
+        any_did = False
+        for rank in range(len(self._orders)):
+            action = None if self._computing[rank] else choose(Rank(rank))
+            if action is not None:
+                any_did = True
+                length_s = self._length_s(action)
                 self._computing[rank] = True
                 if rank in self._sharing:
                     self._workers[Rank(rank)] = _Worker(action, length_s, now)
                 else:
                     self.spans.append(Span(Rank(rank), action, now, now + length_s))
                     self._plan_event(now + length_s, action, computed=True)
+        return any_did
+
+    def _next(self, rank: Rank) -> Action | None:
+        """Gradients of weights if more of them wait than may, else the head of the order if its input is there."""
+        order = self._orders[rank]
+        full = [queue for queue in self._deferred_of(rank) if len(queue) > self._num_deferred]
+        if full:
+            return full[0].popleft()
+        return order.popleft() if order and self._has_input(order[0]) else None
+
+    def _next_deferred(self, rank: Rank) -> Action | None:
+        """Gradients of weights, whether many or few wait."""
+        deferred = self._deferred_of(rank)
+        return deferred[0].popleft() if deferred else None
+
+    def _deferred_of(self, rank: Rank) -> list[deque[Action]]:
+        return [queue for stage, queue in enumerate(self._deferred) if queue and self._setting.ranks[stage] == rank]
+
+    def _length_s(self, action: Action) -> float:
+        cost = self._setting.stages[action.stage]
+        if action.kind is ActionKind.BACKWARD:
+            return cost.backward_s - (cost.weights_s if self._num_deferred else 0.0)
+        return cost.forward_s if action.kind is ActionKind.FORWARD else cost.weights_s
 
     def _has_input(self, action: Action) -> bool:
         needed = needs(action, len(self._setting.stages) - 1)
@@ -198,14 +229,14 @@ class Played(NamedTuple):
     network: Network
 
 
-def play(actions: Sequence[Sequence[Action]], setting: Setting) -> Played:
-    """Run each rank's actions in their order.
+def play(actions: Sequence[Sequence[Action]], setting: Setting, num_deferred: int = 0) -> Played:
+    """Run each rank's actions in their order; of up to `num_deferred` microbatches a stage leaves gradients of weights for later.
 
     Raises:
         LocalProtocolError: the order deadlocks; names each blocked action and what it waits for.
     """
     network = lay_out(actions, setting)
-    run = _Play(actions, setting, network)
+    run = _Play(actions, setting, network, num_deferred)
     run.run()
     spans = sorted(run.spans, key=lambda span: span.start)
     return Played(Timeline(tuple(spans), len(actions)), tuple(run.transfers), network)

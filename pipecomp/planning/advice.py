@@ -6,6 +6,8 @@
                               the busiest machine least busy, every machine's memory kept to. Of those that fit, at most a
                               hundredth longer than the shortest step: the layers at hand before others, then the fewest
                               microbatches in flight, which need less memory
+    num_deferred              then, with these: none, the run file's own, or as many as stages; the fewest of those that fit and
+                              are at most a hundredth longer than the shortest
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Advice(NamedTuple):
     schedule: str
     num_in_flight: int | None
     """None: the schedule's default."""
+    num_deferred: int
     layers: tuple[int, ...] | None
     """For `cluster.layers`; None: as the run file has it."""
     too_large: tuple[int, ...]
@@ -118,11 +121,13 @@ def advise(work: Work, candidates: Sequence[Forecast], splits: Sequence[StagePla
     else:
         best = min(tried, key=lambda trial: (len(trial.too_large), trial.num_in_flight))
     depth = best.schedule.num_in_flight if isinstance(best.schedule, OneFOneB) else None
+    work = work._replace(num_deferred=_choose_deferral(work, width, cluster, best))
     return Advice(
         forecast(work, width, cluster, best.split, best.schedule),
         best.split,
         best.schedule.name,
         depth,
+        work.num_deferred,
         layer_counts(best.split) if best.is_moved else None,
         best.too_large,
     )
@@ -154,6 +159,17 @@ def _trials(work: Work, width: Width, cluster: Cluster, split: StagePlan) -> lis
             length_s = step_s(work, width, cluster, each, schedule)
             trials.append(_Trial(schedule, each, each != split, length_s, depth, large))
     return trials
+
+
+def _choose_deferral(work: Work, width: Width, cluster: Cluster, best: _Trial) -> int:
+    """With everything else chosen. Where nothing fits, nothing is deferred."""
+    lengths = {}
+    for num_deferred in sorted({0, work.num_deferred, len(best.split.shards)}):
+        changed = work._replace(num_deferred=num_deferred)
+        if not _too_large(shares_of(changed, width, best.split, best.schedule), cluster):
+            lengths[num_deferred] = step_s(changed, width, cluster, best.split, best.schedule)
+    shortest = min(lengths.values(), default=math.inf)
+    return next((num for num, length_s in lengths.items() if length_s <= shortest * STEP_SLACK), 0)
 
 
 def _moved(work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule) -> StagePlan:

@@ -1,12 +1,13 @@
 """Which of several schedules is the fastest in a setting. Pure; knows the schedules that are shipped.
 
-The ideal of a setting is the shortest step that any shipped schedule gives in it: with all compute at its nominal speed, all
+The ideal of a setting is the shortest step that any shipped schedule gives in it, with gradients of weights computed at once or
+deferred for as many microbatches as there are stages: with all compute at its nominal speed, all
 links at their full goodput, and no time for coding, control or the optimizer. It is what a measured run is held against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipecomp.planning.setting import Setting
@@ -24,6 +25,8 @@ class Candidate(NamedTuple):
     step: Step
     num_in_flight: int
     """The most microbatches that a stage holds between forward and backward."""
+    num_deferred: int = 0
+    """Of how many more it may hold what their weights' gradients need."""
 
 
 def shipped_schedules(num_stages: int, num_microbatches: int) -> dict[str, Schedule]:
@@ -37,23 +40,37 @@ def shipped_schedules(num_stages: int, num_microbatches: int) -> dict[str, Sched
     return schedules
 
 
-def compare(setting: Setting, num_microbatches: int, schedules: Mapping[str, Schedule] | None = None) -> list[Candidate]:
+def compare(
+    setting: Setting,
+    num_microbatches: int,
+    schedules: Mapping[str, Schedule] | None = None,
+    *,
+    deferrals: Sequence[int] | None = None,
+) -> list[Candidate]:
     """Every schedule's step, the shortest first; of equal ones the one that holds fewer microbatches.
 
     Args:
         setting: costs and rates.
         num_microbatches: of a step.
         schedules: by label; None: `shipped_schedules`.
+        deferrals: values of `num_deferred` to try; None: none, and, where there is something to defer, the number of stages.
     """
+    if deferrals is None:
+        deferrals = (0, len(setting.stages)) if any(stage.weights_s for stage in setting.stages) else (0,)
     if schedules is None:
         schedules = shipped_schedules(len(setting.stages), num_microbatches)
     candidates = []
     for label, schedule in schedules.items():
         actions = schedule.actions(setting.ranks, num_microbatches)
-        step = simulate_step(actions, setting)
-        candidates.append(Candidate(label, schedule, step, max(peak_in_flight(actions).values())))
+        in_flight = max(peak_in_flight(actions).values())
+        for num_deferred in deferrals:
+            step = simulate_step(actions, setting, num_deferred=num_deferred)
+            full_label = f"{label}, {num_deferred} deferred" if num_deferred else label
+            candidates.append(Candidate(full_label, schedule, step, in_flight, num_deferred))
     # Twelve digits: sums in another order are no faster schedule.
-    return sorted(candidates, key=lambda each: (float(f"{each.step.duration_s:.12g}"), each.num_in_flight))
+    return sorted(
+        candidates, key=lambda each: (float(f"{each.step.duration_s:.12g}"), each.num_deferred, each.num_in_flight)
+    )
 
 
 def ideal(setting: Setting, num_microbatches: int, schedules: Mapping[str, Schedule] | None = None) -> Candidate:

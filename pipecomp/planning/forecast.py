@@ -130,7 +130,8 @@ def _step(
 ) -> Step:
     no_backward = [StageIndex(s) for s, shard in enumerate(split.shards) if shard.end_layer <= work.first_trainable]
     actions = without_backward(schedule.actions(split.ranks, work.num_microbatches), no_backward)
-    return simulate_step(actions, _setting(work, width, cluster, split, forward_nbytes))
+    setting = _setting(work, width, cluster, split, forward_nbytes)
+    return simulate_step(actions, setting, num_deferred=work.num_deferred)
 
 
 def _later_nbytes(work: Work, width: Width, split: StagePlan) -> float:
@@ -152,15 +153,18 @@ def stage_seconds(work: Work, machine: Machine, shard: Shard) -> LayerSeconds:
         for layer in range(shard.first_layer, shard.end_layer)
     ]
     forward_s, backward_s = sum(one.forward_s for one in each), sum(one.backward_s for one in each)
-    return LayerSeconds(forward_s + machine.handling_s, backward_s + machine.handling_s)
+    weights_s = sum(one.weights_s for one in each)
+    return LayerSeconds(forward_s + machine.handling_s, backward_s + machine.handling_s, weights_s)
 
 
 def stage_memory_nbytes(work: Work, shard: Shard, num_in_flight: int) -> float:
-    """Parameters, optimizer and activations of a shard."""
+    """Parameters, optimizer, activations and what is deferred of a shard."""
     layers = work.layers[shard.first_layer : shard.end_layer]
     trained = sum(layer.num_trainable for layer in layers)
     frozen = sum(layer.num_parameters for layer in layers) - trained
-    return _FP32_NBYTES * (_TRAINED_COPIES * trained + frozen) + num_in_flight * sum(layer.kept_nbytes for layer in layers)
+    held = num_in_flight * sum(layer.kept_nbytes for layer in layers)
+    held += min(work.num_deferred, work.num_microbatches) * sum(layer.deferred_nbytes for layer in layers)
+    return _FP32_NBYTES * (_TRAINED_COPIES * trained + frozen) + held
 
 
 def _setting(work: Work, width: Width, cluster: Cluster, split: StagePlan, forward_nbytes: float) -> Setting:
@@ -170,7 +174,7 @@ def _setting(work: Work, width: Width, cluster: Cluster, split: StagePlan, forwa
         coding_s = _coding_s(width, cluster.machines[sender], cluster.machines[receiver])
         links.append(LinkCost(forward_nbytes, width.backward_nbytes, coding_s, coding_s))
     return Setting(
-        stages=tuple(StageCost(each.forward_s, each.backward_s) for each in stages),
+        stages=tuple(StageCost(each.forward_s, each.backward_s, each.weights_s) for each in stages),
         ranks=split.ranks,
         links=tuple(links),
         hosts=tuple(

@@ -33,6 +33,8 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     forward_s: NonNegative
     backward_s: NonNegative
+    weights_s: NonNegative = 0.0
+    """The part of `backward_s` that may be left for later, with `cluster.num_deferred`; at most `backward_s`."""
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,10 +76,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             return measured
         if self.block is not None:
             ratio = layer.cost / block.cost if block.cost else 0.0
-            return LayerSeconds(self.block.forward_s * ratio, self.block.backward_s * ratio)
+            return LayerSeconds(self.block.forward_s * ratio, self.block.backward_s * ratio)  # of the others nothing waits
         assert self.multiply_adds_per_s is not None
         forward_s = layer.cost * num_tokens / self.multiply_adds_per_s
-        return LayerSeconds(forward_s, (3 if recompute else 2) * forward_s)
+        weights_s = forward_s if layer.kind == "block" else 0.0
+        return LayerSeconds(forward_s, (3 if recompute else 2) * forward_s, weights_s)
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -121,6 +124,10 @@ def _check(machine: Machine, index: int, where: str) -> Machine:
             f"{where}: give either block = {{ forward_s = ..., backward_s = ... }} or multiply_adds_per_s, so that its speed is "
             "known"
         )
+    for kind in ("block", "head", "embedding"):
+        seconds = getattr(machine, kind)
+        if seconds is not None and seconds.weights_s > seconds.backward_s:
+            raise ConfigError(f"{where}: {kind}: weights_s = {seconds.weights_s:g} is a part of backward_s: make it smaller")
     if machine.memory is not None:
         parse_size(machine.memory, f"{where}: memory")
     for key, rate in (("up", machine.up), ("down", machine.down)):

@@ -18,6 +18,8 @@ class StageCost(msgspec.Struct, frozen=True):
 
     forward_s: float
     backward_s: float
+    weights_s: float = 0.0
+    """The part of `backward_s` that may be left for later: gradients of weights."""
 
 
 class LinkCost(msgspec.Struct, frozen=True):
@@ -91,6 +93,8 @@ class Setting(msgspec.Struct, frozen=True):
         amounts += [n for link in self.links for n in (link.forward_nbytes, link.backward_nbytes)]
         amounts += [s for link in self.links for s in (link.forward_coding_s, link.backward_coding_s)]
         amounts += [host.latency_s for host in self.hosts] + [path.latency_s for path in self.paths.values()]
+        if not all(0 <= stage.weights_s <= stage.backward_s for stage in self.stages):
+            raise ValueError("gradients of weights are a part of a backward pass")
         if not all(0 <= amount < math.inf for amount in amounts):
             raise ValueError("seconds and bytes are finite and not negative")
         rates = [rate for host in self.hosts for rate in (host.uplink_nbytes_per_s, host.downlink_nbytes_per_s)]

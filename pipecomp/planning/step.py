@@ -99,18 +99,19 @@ class Step(NamedTuple):
         return self.loads[0]
 
 
-def simulate_step(actions: Sequence[Sequence[Action]], setting: Setting) -> Step:
+def simulate_step(actions: Sequence[Sequence[Action]], setting: Setting, *, num_deferred: int = 0) -> Step:
     """Play a step and weigh what it keeps busy.
 
     Args:
         actions: for each rank its order, as `Schedule.actions(setting.ranks, num_microbatches)` gives it; with
             `without_backward` for a frozen first part: what nobody takes in is not sent.
         setting: costs and rates.
+        num_deferred: of so many microbatches a stage may leave gradients of weights for later.
 
     Raises:
         LocalProtocolError: the order deadlocks; names each blocked action and what it waits for.
     """
-    played = play(actions, setting)
+    played = play(actions, setting, num_deferred)
     loads = [_compute_load(rank, order, setting) for rank, order in enumerate(actions)]
     loads += [
         Load(BoundKind.PROCESSOR, shared.ranks, None, sum(loads[rank].busy_s for rank in shared.ranks) / shared.num_at_once)

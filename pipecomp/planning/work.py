@@ -17,6 +17,8 @@ class LayerWork(NamedTuple):
     num_trainable: int
     kept_nbytes: float
     """Of one microbatch, from its forward to its backward."""
+    deferred_nbytes: float = 0.0
+    """Of one microbatch, from its backward to its gradients of weights, where they are deferred."""
 
 
 class Width(NamedTuple):
@@ -81,6 +83,8 @@ class Work(NamedTuple):
     """`memory`, `disk` or `tiered`."""
     store_nbytes: float
     """What a worker may keep of messages, for all its links."""
+    num_deferred: int = 0
+    """Of so many microbatches a stage may leave gradients of weights for later."""
 
     @property
     def block(self) -> LayerWork:

@@ -54,6 +54,7 @@ class Doing(enum.Enum):
     RECEIVE = "receive"  # reading what has arrived; its end is when the message is here
     SEND_REPAIR = "send repair"  # a sample's message is asked for again, or sent again
     RECEIVE_REPAIR = "receive repair"
+    WEIGHTS = "gradients of weights"  # that a backward has left for later
 
 
 _DOINGS = tuple(Doing)

@@ -127,6 +127,7 @@ class PipelineMaker:
             rank=Rank(self._assignment.rank),
             tied=self._tied(),
             engine=self._engine,
+            num_deferred=self._config.cluster.num_deferred,
         )
         self._refuse = pipeline.refuse
         return pipeline
@@ -138,6 +139,7 @@ class PipelineMaker:
             needs_input_gradient=here.needs_input_gradient,
             recompute=self._config.train.gradient_checkpointing,
             run_seed=self._config.train.seed,
+            split_backward=self._config.cluster.num_deferred > 0,
         )
         below = stages[here.stage - 1] if here.stage > 0 else None
         above = stages[here.stage + 1] if here.stage + 1 < len(stages) else None

@@ -2,7 +2,8 @@
 the optimizer; knows no coordinator, no processes and no run files.
 
     run_step    actions in order: wait (in the event loop) for an action's input, compute it (in the compute thread), hand its
-                output to the channel, which encodes and sends beside the next action
+                output to the channel, which encodes and sends beside the next action; where the backward pass is split,
+                gradients of weights are computed while an action's input is not there
     commit      optimizer step, staged messages become current            abort     forget both
 
 Nothing but `commit` changes weights, optimizer state or messages (law 3).
@@ -93,14 +94,17 @@ class Pipeline:
         rank: Rank,
         tied: TiedExchange | tuple[torch.nn.Parameter, torch.nn.Parameter] | None,
         engine: Engine,
+        num_deferred: int = 0,
     ) -> None:
-        """`tied`: the exchange, or (embedding, head) parameters where both are here, or None."""
+        """`tied`: the exchange, or (embedding, head) parameters where both are here, or None. `num_deferred`: of so many
+        microbatches a stage may leave gradients of weights for later."""
         self.stages = {s.stage: s for s in stages}
         self.activity = Activity()
         self.optimizer = optimizer
         self._ranks = tuple(ranks)
         self._schedule = schedule
         self._rank = rank
+        self._num_deferred = num_deferred
         self._tied = tied
         self.compute = engine.compute
         self.threads = engine.threads
@@ -245,6 +249,8 @@ class Pipeline:
                     await self._forward(plan, action, batches[action.microbatch], inputs, loss_sums)
                 elif self.stages[action.stage].runtime.has_backward:
                     await self._backward(plan, action, inputs)
+            for stage in self.stages.values():
+                await self._weights(stage, plan.step, leave=0)
             with self._recorder.during(Doing.WAIT_ENCODED, COMPUTE, Subject(step=plan.step)):
                 await self._all_encoded(plan.step)
         finally:
@@ -288,6 +294,23 @@ class Pipeline:
         if stage.backward_out is not None:
             assert below is not None
             self._submit(stage.backward_out, plan, action, below)
+        await self._weights(stage, plan.step, leave=self._num_deferred)
+
+    async def _weights(self, stage: StageEnds, step: int, *, leave: int) -> None:
+        """Compute gradients of weights that were deferred, until so many microbatches are left."""
+        while stage.runtime.num_deferred > leave:
+            await self._weights_of_one(stage, step)
+
+    async def _weights_of_one(self, stage: StageEnds, step: int) -> None:
+        about = Subject(Kind.BACKWARD, step=step, stage=stage.stage)
+        self._note(f"gradients of weights on stage {stage.stage}", step)
+        await self.compute.run(self._recorder.timed(Doing.WEIGHTS, about, stage.runtime.weights, lane=COMPUTE))
+
+    async def _fill(self, awaited: asyncio.Task[torch.Tensor], step: int) -> None:
+        """Spend the wait for an input on gradients of weights, as long as there are any."""
+        for stage in self.stages.values():
+            while stage.runtime.num_deferred and not awaited.done():
+                await self._weights_of_one(stage, step)
 
     async def _evaluate_one(
         self,
@@ -359,6 +382,7 @@ class Pipeline:
             return None
         what = "activations" if action.kind is ActionKind.FORWARD else "gradients"
         step = self.activity.step if about.kind is Kind.EVALUATION else about.step
+        await self._fill(task, step)
         self._note(f"waiting for {what} of microbatch {action.microbatch} at stage {action.stage}", step)
         awaited = about._replace(link=self._link_of(action.stage, about.kind))
         try:

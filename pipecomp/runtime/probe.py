@@ -1,8 +1,9 @@
 """How long the model's own layers take on this machine, and what they keep. Knows torch, models and clocks; no links.
 
-One layer of each kind is built with random weights and run as a worker runs it: the embedding, a block from the middle, the head.
-Then the optimizer's step over the block, and the run's codecs over one microbatch of made values, both ends. Of several
-measurements the fastest counts: what another program took meanwhile is no property of the layer.
+One layer of each kind is built with random weights and run as a worker runs it: the embedding, a block from the middle, the head;
+then again with its backward pass in two halves. Then the optimizer's step over the block, and the run's codecs over one
+microbatch of made values, both ends. Of several measurements the fastest counts: what another program took meanwhile is no
+property of the layer.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class ProbedLayer(NamedTuple):
 
     forward_s: float
     backward_s: float
+    weights_s: float
+    """The part of `backward_s` that may be left for later."""
 
 
 class Probe(NamedTuple):
@@ -78,6 +81,17 @@ def kept_nbytes(config: RunConfig, model: Model, lengths: Sequence[int]) -> dict
     return kept
 
 
+def deferred_nbytes(config: RunConfig, model: Model, lengths: Sequence[int]) -> dict[str, float]:
+    """By kind of layer: bytes that a microbatch keeps from its backward to its gradients of weights, where they wait."""
+    kept = {}
+    for kind, layer in _one_of_each(model).items():
+        run = _LayerRun(config, model, layer, lengths, split_backward=True)
+        run.forward()
+        run.backward()
+        kept[kind] = float(run.stage.deferred_nbytes)
+    return kept
+
+
 def _one_of_each(model: Model) -> dict[str, int]:
     """A layer of each kind; a model without blocks has its head measured for one."""
     last = len(model.plan.layers) - 1
@@ -106,10 +120,14 @@ def _build(model: Model, layer: int) -> StageModule:
 class _LayerRun:
     """One layer as a stage of its own, with made values on both sides."""
 
-    def __init__(self, config: RunConfig, model: Model, layer: int, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, config: RunConfig, model: Model, layer: int, lengths: Sequence[int], *, split_backward: bool = False
+    ) -> None:
         self.module = _build(model, layer)
         recompute = config.train.gradient_checkpointing
-        self._stage = StageRuntime(self.module, needs_input_gradient=layer > 0, recompute=recompute, run_seed=0)
+        self.stage = StageRuntime(
+            self.module, needs_input_gradient=layer > 0, recompute=recompute, run_seed=0, split_backward=split_backward
+        )
         self._batch = usual_batch(model, lengths)
         self._num_targets = sum(lengths)
         shape = (len(lengths), max(lengths), model.plan.hidden_size)
@@ -118,25 +136,29 @@ class _LayerRun:
         self._gradient = None if self.module.is_last else values
 
     def forward(self) -> None:
-        self._stage.forward(1, 0, self._batch, self.hidden, num_targets=self._num_targets)
+        self.stage.forward(1, 0, self._batch, self.hidden, num_targets=self._num_targets)
 
     def backward(self) -> None:
-        if self._stage.has_backward:
-            self._stage.backward(1, 0, self._gradient, num_targets=self._num_targets)
+        if self.stage.has_backward:
+            self.stage.backward(1, 0, self._gradient, num_targets=self._num_targets)
 
-    def timed(self) -> tuple[float, float]:
-        """Seconds of a forward and of its backward."""
+    def timed(self) -> tuple[float, float, float]:
+        """Seconds of a forward, of its backward, and of gradients of weights that it left."""
         started = time.perf_counter()
         self.forward()
-        middle = time.perf_counter()
+        forward_end = time.perf_counter()
         self.backward()
-        return middle - started, time.perf_counter() - middle
+        backward_end = time.perf_counter()
+        self.stage.weights()
+        return forward_end - started, backward_end - forward_end, time.perf_counter() - backward_end
 
 
 def _probe_layer(config: RunConfig, model: Model, layer: int, lengths: Sequence[int]) -> ProbedLayer:
     times = _repeat(_LayerRun(config, model, layer, lengths).timed)
-    forward_s, backward_s = (min(each) for each in zip(*times, strict=True))
-    return ProbedLayer(forward_s, backward_s)
+    forward_s, backward_s, _ = (min(each) for each in zip(*times, strict=True))
+    halves = _repeat(_LayerRun(config, model, layer, lengths, split_backward=True).timed)
+    weights_s = min(weights for _, _, weights in halves)
+    return ProbedLayer(forward_s, backward_s, min(weights_s, backward_s))
 
 
 def _repeat(measure: Callable[[], tuple[float, ...]]) -> list[tuple[float, ...]]:

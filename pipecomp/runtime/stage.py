@@ -2,18 +2,21 @@
 
     forward(i)    keep what backward(i) needs: the graph, or with recompute only the input
     backward(i)   gradients add up in each parameter's `.grad`, in the order of the calls (law 1)
+    weights()     where the backward pass is split: what the oldest backward left for later, in the same order
 
 The forward of a stage runs on what it received, m(xi), and its input gradient is the gradient at m.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from pipecomp.errors import LocalProtocolError
-from pipecomp.models.base import Batch, StageModule
+from pipecomp.models.base import Batch, Half, StageModule
 from pipecomp.runtime.seeds import DropoutSeeds
 
 
@@ -36,13 +39,40 @@ class _Kept(NamedTuple):
 class StageRuntime:
     """Computes one stage. All calls come from one thread."""
 
-    def __init__(self, module: StageModule, *, needs_input_gradient: bool, recompute: bool, run_seed: int) -> None:
+    def __init__(
+        self,
+        module: StageModule,
+        *,
+        needs_input_gradient: bool,
+        recompute: bool,
+        run_seed: int,
+        split_backward: bool = False,
+    ) -> None:
+        """`split_backward`: leave what nobody waits for to `weights`."""
         self.module = module
         self.needs_input_gradient = needs_input_gradient
         self.has_backward = needs_input_gradient or any(p.requires_grad for p in module.parameters())
         self._recompute = recompute
         self._run_seed = run_seed
         self._kept: dict[int, _Kept] = {}
+        self._deferral = module.split_backward() if split_backward else None
+        self._later: deque[Sequence[Half]] = deque()  # of each microbatch, the oldest first
+
+    @property
+    def num_deferred(self) -> int:
+        """Microbatches whose `weights` are still to be computed."""
+        return len(self._later)
+
+    @property
+    def deferred_nbytes(self) -> int:
+        """What they need until then; memory that several share counts once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for halves in self._later
+            for half in halves
+            for tensor in half.held
+        }
+        return sum(storages.values())
 
     def forward(
         self, step: int, microbatch: int, batch: Batch, hidden: torch.Tensor | None, *, num_targets: int
@@ -81,11 +111,22 @@ class StageRuntime:
         if output is None:
             with torch.enable_grad():
                 output, _ = self._run(step, microbatch, kept.batch, kept.hidden, num_targets)
-        torch.autograd.backward(output, gradient)
+        if self._deferral is None:
+            torch.autograd.backward(output, gradient)
+        else:
+            with self._deferral.collecting() as later:
+                torch.autograd.backward(output, gradient)
+            self._later.append(later)
         if not self.needs_input_gradient:
             return None
         assert kept.hidden is not None and kept.hidden.grad is not None
         return kept.hidden.grad
+
+    def weights(self) -> None:
+        """Compute the gradients of weights that the oldest backward has left, and add them up. Does nothing if none has."""
+        if self._later:
+            for half in self._later.popleft():
+                half.compute()
 
     def evaluate(self, batch: Batch, hidden: torch.Tensor | None) -> ForwardResult:
         """Forward without dropout, graph or trace."""
@@ -99,6 +140,7 @@ class StageRuntime:
     def forget(self) -> None:
         """Drop the microbatches in flight (an aborted step)."""
         self._kept.clear()
+        self._later.clear()
 
     def _run(
         self, step: int, microbatch: int, batch: Batch, hidden: torch.Tensor | None, num_targets: int

@@ -97,7 +97,7 @@ def _check_complete(
     wanted = {
         Action(StageIndex(stage), kind, MicrobatchIndex(microbatch)): rank
         for stage, rank in enumerate(ranks)
-        for kind in ActionKind
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         for microbatch in range(num_microbatches)
         if kind is ActionKind.FORWARD or stage not in no_backward
     }

@@ -18,6 +18,9 @@ from pipecomp.types import MicrobatchIndex, Rank, StageIndex
 class ActionKind(enum.Enum):
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHTS = "W"
+    """The part of a backward pass that a stage may leave for later. In no schedule's order: it is computed where a rank would
+    wait, and at the latest when the run file's `num_deferred` is reached."""
 
 
 class Action(NamedTuple):

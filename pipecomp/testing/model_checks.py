@@ -17,6 +17,7 @@ from pipecomp.models import auto_class, model_from_config
 from pipecomp.models._family import ModelFamily
 from pipecomp.models.base import CLASSIFICATION, Batch, LayerSeeds, Model, ModelMaker, StageModule
 from pipecomp.partition import shards_from_counts
+from pipecomp.runtime.stage import StageRuntime
 from pipecomp.types import Shard
 
 Config = Mapping[str, object]
@@ -65,6 +66,16 @@ def check_any_split_has_the_whole_models_bits(config: Config) -> None:
             for shards in even_splits(model):
                 case = f"{len(shards)} stages, lengths {lengths}{', training' if seeds else ''}"
                 _assert_same(run_split(model, shards, batch, seeds=seeds), expected, case)
+
+
+def check_gradients_that_wait_have_the_same_bits(config: Config) -> None:
+    """With the backward pass in two halves, over several microbatches, all second halves at the end: the same gradients."""
+    model = model_from_config(config, dropout=0.0)
+    batches = [make_batch(model, lengths) for lengths in ((5, 9, 1, 12), (6, 6), (1,))]
+    for shards in even_splits(model):
+        expected, found = (_run_all(model, shards, batches, split_backward=split) for split in (False, True))
+        for name, gradient in found.items():
+            assert _equal(gradient, expected[name]), f"{len(shards)} stages: the gradient of {name} differs if it waits"
 
 
 def check_padding_is_inert(config: Config) -> None:
@@ -186,6 +197,7 @@ def check_a_configuration_crosses_as_json(config: Config) -> None:
 
 ALL_CHECKS: tuple[Callable[[Config], None], ...] = (
     check_any_split_has_the_whole_models_bits,
+    check_gradients_that_wait_have_the_same_bits,
     check_padding_is_inert,
     check_dropout_is_a_function_of_its_seeds,
     check_random_weights_depend_on_seed_and_layer_only,
@@ -242,6 +254,37 @@ def run_split(
                 sent.backward(received.grad * real)
         gradients = {name: p.grad for stage in stages for name, p in stage.named_checkpoint_parameters()}
         return Result(_real_logits(outgoing[-1], batch), loss.detach(), gradients)
+
+
+def _run_all(
+    model: Model, shards: Sequence[Shard], batches: Sequence[Batch], *, split_backward: bool
+) -> dict[str, torch.Tensor | None]:
+    """Gradients of several microbatches, each trained through all stages as workers do."""
+    with _one_thread():
+        stages = [
+            StageRuntime(
+                module,
+                needs_input_gradient=not module.is_first,
+                recompute=False,
+                run_seed=0,
+                split_backward=split_backward,
+            )
+            for module in _build(model, shards, seed=1)
+        ]
+        for index, batch in enumerate(batches):
+            num_targets, real = _num_targets(model, batch), _real(batch).unsqueeze(-1)
+            hidden: torch.Tensor | None = None
+            for stage in stages:
+                hidden = stage.forward(1, index, batch, hidden, num_targets=num_targets).hidden
+                hidden = None if hidden is None else hidden * real
+            gradient: torch.Tensor | None = None
+            for stage in reversed(stages):
+                gradient = stage.backward(1, index, gradient, num_targets=num_targets)
+                gradient = None if gradient is None else gradient * real
+        for stage in stages:
+            while stage.num_deferred:
+                stage.weights()
+        return {name: p.grad for stage in stages for name, p in stage.module.named_checkpoint_parameters()}
 
 
 def run_whole(model: Model, batch: Batch, *, seeds: LayerSeeds | None = None, seed: int = 1) -> Result:

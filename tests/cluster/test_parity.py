@@ -40,6 +40,7 @@ class Way(NamedTuple):
     schedule: str
     recompute: bool
     tied_weights: str = "auto"
+    num_deferred: int = 0
 
 
 TASKS = [Task(*t) for t in itertools.product(("gpt2", "llama"), (True, False), (1, 3, 8), (0.0, 0.1))]
@@ -48,6 +49,7 @@ ONE_PROCESS = Way(1, "gpipe", recompute=False)
 
 def ways(task: Task) -> list[Way]:
     found = [Way(*w) for w in itertools.product((1, 2, 3, 4), ("gpipe", "1f1b"), (False, True))]
+    found += [way._replace(num_deferred=2) for way in found if way.num_ranks > 1]
     if not task.tied:
         return found
     modes = ("exchange", "colocate")
@@ -87,7 +89,12 @@ def run_config(task: Task, way: Way) -> RunConfig:
             "seed": 7,
         },
         "compression": dict.fromkeys(("forward", "backward", "evaluation", "tied"), identity),
-        "cluster": {"num_stages": way.num_ranks, "schedule": way.schedule, "tied_weights": way.tied_weights},
+        "cluster": {
+            "num_stages": way.num_ranks,
+            "schedule": way.schedule,
+            "tied_weights": way.tied_weights,
+            "num_deferred": way.num_deferred,
+        },
     }
     return parse_run_config(tree)
 
@@ -212,6 +219,7 @@ def name(case: tuple[Task, Way]) -> str:
     return (
         f"{task.family}-{'tied-' + way.tied_weights if task.tied else 'untied'}-m{task.num_microbatches}-drop{task.dropout}-"
         f"s{way.num_ranks}-{way.schedule}{'-recompute' if way.recompute else ''}"
+        f"{f'-deferred{way.num_deferred}' if way.num_deferred else ''}"
     )
 
 

@@ -247,3 +247,36 @@ def test_advice_says_who_is_too_small_for_any_split():
     cluster = Cluster(machines(1, 1, memory="10MB"))
     found = advise(work(), at_widths(work(), cluster, split(3, 3), 100.0), [split(3, 3)], cluster)
     assert (found.layers, found.too_large) == (None, (0, 1))
+
+
+def split_machines(*speeds: float, **limits: object) -> tuple[Machine, ...]:
+    """Half of a backward is gradients of weights."""
+    return tuple(Machine(name=f"m{i}", block=LayerSeconds(1 / s, 2 / s, 1 / s), **limits) for i, s in enumerate(speeds))
+
+
+def test_gradients_of_weights_wait_in_a_forecast_where_the_run_file_lets_them():
+    cluster = Cluster(split_machines(1, 1))
+    plain, deferring = (planned(work(num_deferred=num), width(), cluster, split(3, 3)) for num in (0, 2))
+    assert plain.step_s == pytest.approx(7 * 6)
+    # The first backward's weights no longer keep the first stage waiting; it ends with its own.
+    assert deferring.step_s == pytest.approx(7 * 6 - 2)
+
+
+def test_what_waits_takes_memory():
+    held = work(layers=tuple(layer._replace(deferred_nbytes=5e6) for layer in work().layers))
+    cluster = Cluster(split_machines(1, 1))
+    shares = [planned(held._replace(num_deferred=num), width(), cluster, split(3, 3)).shares for num in (0, 2, 100)]
+    more = [share[0].memory_nbytes - shares[0][0].memory_nbytes for share in shares]
+    assert more == [0, 3 * 2 * 5e6, 3 * 6 * 5e6]  # of six microbatches no more than six wait
+
+
+def test_advice_lets_gradients_of_weights_wait_where_that_gains_and_fits():
+    cluster = Cluster(split_machines(1, 1))
+    found = advise(work(), [planned(work(), width(), cluster, split(3, 3))], [split(3, 3)], cluster)
+    # In 1f1b the last stage waits for its first forward, and for nothing else.
+    assert (found.num_deferred, found.forecast.step_s) == (2, pytest.approx(38))
+    nothing = Cluster(machines(1, 1))
+    assert advise(work(), [planned(work(), width(), nothing, split(3, 3))], [split(3, 3)], nothing).num_deferred == 0
+    large = work(layers=tuple(layer._replace(deferred_nbytes=1e12) for layer in work().layers))
+    small = Cluster(split_machines(1, 1, memory="10GB"))
+    assert advise(large, [planned(large, width(), small, split(3, 3))], [split(3, 3)], small).num_deferred == 0

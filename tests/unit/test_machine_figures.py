@@ -51,7 +51,7 @@ def test_a_kind_that_was_not_measured_takes_its_multiply_adds_at_the_blocks_spee
 @pytest.mark.parametrize(("recompute", "backward_s"), [(False, 4.0), (True, 6.0)])
 def test_a_speed_in_multiply_adds_makes_a_backward_two_or_three_forwards(recompute, backward_s):
     machine = Machine(multiply_adds_per_s=500.0)
-    assert machine.seconds(block, block, num_tokens=10, recompute=recompute) == LayerSeconds(2.0, backward_s)
+    assert machine.seconds(block, block, num_tokens=10, recompute=recompute) == LayerSeconds(2.0, backward_s, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,12 @@ class FakeTime:
         self.now += seconds
 
 
-def one_block(model: Model, *, recompute: bool) -> StageRuntime:
+def one_block(model: Model, *, recompute: bool, split_backward: bool = False) -> StageRuntime:
     module = model.build(Shard(2, 3))
     model.initialize(module, None, seed=0)
-    return StageRuntime(module, needs_input_gradient=True, recompute=recompute, run_seed=5)
+    return StageRuntime(
+        module, needs_input_gradient=True, recompute=recompute, run_seed=5, split_backward=split_backward
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- tensors
@@ -103,6 +105,28 @@ def test_a_block_sleeps_for_its_times_and_recomputing_for_its_forward_once_more(
     assert clock.now == 0.25
     stage.backward(1, 0, torch.ones(1, 4, WIDTH), num_targets=1)
     assert clock.now == 0.25 + backward_s
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_gradients_of_weights_take_their_part_of_a_backward_later_or_at_once(
+    monkeypatch: pytest.MonkeyPatch, split_backward: bool
+) -> None:
+    clock = FakeTime(monkeypatch)
+    model = model_from_config({**TINY, "forward_s": 0.25, "backward_s": 0.5, "weights_s": 0.125})
+    stage = one_block(model, recompute=False, split_backward=split_backward)
+    batch = Batch((4,), None, None)
+    stage.forward(1, 0, batch, torch.ones(1, 4, WIDTH), num_targets=1)
+    stage.backward(1, 0, torch.ones(1, 4, WIDTH), num_targets=1)
+    assert (clock.now, stage.num_deferred) == ((0.625, 1) if split_backward else (0.75, 0))
+    stage.weights()
+    assert (clock.now, stage.num_deferred) == (0.75, 0)
+    stage.weights()
+    assert clock.now == 0.75
+
+
+def test_gradients_of_weights_are_a_part_of_a_backward() -> None:
+    with pytest.raises(ConfigError, match=r"weights_s = 2 is part of backward_s = 1: make it smaller"):
+        model_from_config({**TINY, "backward_s": 1.0, "weights_s": 2.0})
 
 
 def test_embedding_and_head_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.models import open_model
 from pipecomp.planning import Host, LinkCost, StageCost, even_setting, simulate_step
 from pipecomp.planning.machines import parse_figures
-from pipecomp.runtime.probe import kept_nbytes, probe_machine
+from pipecomp.runtime.probe import deferred_nbytes, kept_nbytes, probe_machine
 from pipecomp.schedules.gpipe import GPipe
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -221,6 +221,8 @@ def test_the_probe_measures_every_kind_of_layer_and_leaves_torch_as_it_was():
     probe = probe_machine(run, open_model(run.model), (8, 5), num_threads=1)
     assert set(probe.layers) == {"embedding", "block", "head"}
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in probe.layers.values())
+    assert 0 < probe.layers["block"].weights_s < probe.layers["block"].backward_s
+    assert probe.layers["head"].weights_s < 0.2 * probe.layers["head"].backward_s  # nothing waits there
     assert probe.updates_per_s > 0
     assert probe.coded_values_per_s > 0
     assert torch.get_num_threads() == before
@@ -232,6 +234,27 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
     inputs = 2 * 8 * 32 * 4  # (2, 8, 32) fp32
     assert kept_nbytes(recomputed, model, (8, 5))["block"] == inputs
     assert kept_nbytes(whole, model, (8, 5))["block"] > 5 * inputs
+
+
+def test_gradients_of_weights_that_wait_hold_inputs_and_gradients_of_linear_maps():
+    run = config()
+    per_token = 32 + 96 + 32 + 32 + 32 + 128 + 128 + 32
+    held = deferred_nbytes(run, open_model(run.model), (8, 5))
+    assert held == {"embedding": 0.0, "block": 2 * 8 * 4 * per_token, "head": 0.0}
+
+
+def test_a_plan_says_how_many_may_wait(tmp_path):
+    halves = {"block": {"forward_s": 0.01, "backward_s": 0.02, "weights_s": 0.01}}
+    made = plan(tmp_path, halves, halves)
+    assert made.advice.num_deferred == 2
+    text = format_plan(made)
+    snippet = tomllib.loads(text.partition("recommended:\n\n")[2].partition("\n\nplanned: ")[0])
+    assert snippet["cluster"]["num_deferred"] == 2
+    assert as_tree(made)["advice"]["cluster"]["num_deferred"] == 2
+    again = plan(tmp_path, halves, halves, cluster={"num_stages": 2, "num_deferred": 2})
+    assert again.forecasts[0].step_s < made.forecasts[0].step_s
+    without = plan(tmp_path, cluster={"num_stages": 2, "num_deferred": 3})
+    assert "# without num_deferred" in format_plan(without)
 
 
 def test_a_machine_that_is_probed_can_be_written_down(tmp_path):

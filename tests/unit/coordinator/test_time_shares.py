@@ -16,6 +16,7 @@ SECOND = 10**9
 VALUES = LinkWait("0/0-1", Kind.FORWARD, "w0")
 # One letter of a drawing is a second. `s` is the store's part of a codec's work; `-` a wait, `.` nothing.
 DOINGS = {
+    "W": Doing.WEIGHTS,
     "F": Doing.FORWARD, "B": Doing.BACKWARD, "e": Doing.ENCODE, "d": Doing.DECODE, "s": Doing.STORE, "r": Doing.RECEIVE,
     "-": Doing.WAIT, "l": Doing.WAIT_ENCODED, "n": Doing.NORMS, "v": Doing.VOTE, "o": Doing.OPTIMIZER, "t": Doing.TIED,
     "=": Doing.STEP,
@@ -36,8 +37,8 @@ def drawn(*lanes: str, step: int = 1) -> list[Span]:
 
 
 def span(doing: Doing, start: float, end: float, *, step: int = 1, kind: Kind = Kind.FORWARD, part: int = 0) -> Span:
-    stage = 0 if doing in (Doing.FORWARD, Doing.BACKWARD) else 1
-    link = "" if doing in (Doing.FORWARD, Doing.BACKWARD) else "0/0-1"
+    computes = doing in (Doing.FORWARD, Doing.BACKWARD, Doing.WEIGHTS)
+    stage, link = (0, "") if computes else (1, "0/0-1")
     about = Subject(kind, link, step, stage, part)
     return Span(doing, "lane", about, round(start * SECOND), round(end * SECOND))
 
@@ -52,6 +53,11 @@ def test_a_wait_is_split_into_bubble_coding_link_and_coding_again():
     #                    0123456789  computed at 3, encoded at 6, here at 8, decoded at 9
     assert times["w1"] == Times(10, 1, {VALUES: 2.0}, store_s=0, coding_s=3 + 1, bubble_s=3, num_steps=1)
     assert times["w1"].other_s == pytest.approx(0)
+
+
+def test_gradients_of_weights_that_waited_are_computing():
+    times = split_step({"w0": drawn("FFF.BB.WW.", "==========")})
+    assert times["w0"] == Times(10, 3 + 2 + 2, {}, store_s=0, coding_s=0, bubble_s=0, num_steps=1)
 
 
 def test_the_senders_own_time_counts_for_itself():
