@@ -37,6 +37,7 @@ def filled(document: str, outcome: Row) -> str:
 
 def _setting(outcome: Row, setting: Setting) -> str:
     passes = f"a stage's forward pass {1e3 * setting.forward_s:g} ms, its backward pass {1e3 * setting.backward_s:g} ms"
+    passes += f", {1e3 * setting.weights_s:g} ms of it gradients of weights"
     return f"{setting.title}: {passes} ({setting.origin}).\n\n{tables.markdown(HEAD, table(outcome['rows'], setting))}"
 
 

@@ -104,4 +104,5 @@ def test_a_path_that_is_cut_for_good_ends_the_run_and_is_named(run_folder: Path)
         run.until(lambda: all(process.poll() is not None for process in run.processes), NAMED_S)
         assert [process.returncode for process in run.processes] == [1, 1, 1]
         (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
-        assert re.search(r"cannot reach it over link (0/0-1|0/1-2): link \1 to host-", error)  # each holds two stages
+        # Each holds two stages, so two links are cut, and either may be missed first.
+        assert re.search(r"cannot reach it over link (0/0-1|0/1-2): link \1 to host-", error)

@@ -17,7 +17,7 @@ from pipecomp.testing.hosts import LocalHosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
-TINY = Setting("tiny", "two stages", 2, 2, 2, 16, 64, 0.001, 0.002, "made up")
+TINY = Setting("tiny", "two stages", 2, 2, 2, 16, 64, 0.001, 0.002, 0.001, "made up")
 
 
 @pytest.fixture(autouse=True)
