@@ -159,7 +159,7 @@ def test_second_halves_are_computed_one_microbatch_at_a_time() -> None:
 
 
 def one_microbatch_nbytes(runtime: StageRuntime) -> int:
-    """Two blocks of 10 tokens; linear maps of 32 to 96, 32 to 32, 32 to 128 and 128 to 32 hold inputs and gradients of outputs."""
+    """Two blocks, 10 tokens; linear maps of 32 to 96, 32 to 32, 32 to 128 and 128 to 32 hold inputs and outputs' gradients."""
     assert runtime.module.shard.end_layer - runtime.module.shard.first_layer == 2
     return 2 * 10 * 4 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
 
