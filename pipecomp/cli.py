@@ -281,6 +281,9 @@ def links(
     setting: Annotated[
         str | None, typer.Option(metavar="gpt2-xl|deberta-xxl", help="One setting; all of them when left out.")
     ] = None,
+    parts: Annotated[
+        str | None, typer.Option(metavar="PART,...", help="Some of grid, delays, runs; all of them when left out.")
+    ] = None,
     hosts: Annotated[str, typer.Option(metavar="namespaces|local", help="What stands for machines.")] = "namespaces",
 ) -> None:
     """Sequences a second over slow links against the ideal, with compute that sleeps. All of it takes about two hours.
@@ -289,7 +292,7 @@ def links(
     from pipecomp.experiments import links as experiment
 
     path = experiment.results_of(hosts)
-    experiment.run(json=json, rates=rates, methods=methods, setting=setting, hosts=hosts, path=path)
+    experiment.run(json=json, rates=rates, methods=methods, setting=setting, parts=parts, hosts=hosts, path=path)
 
 
 @bench.command()

@@ -33,7 +33,7 @@ from pipecomp.folders import check_store_folder
 from pipecomp.protocol import messages as m
 from pipecomp.protocol import spans, wire
 from pipecomp.protocol.session import PeerSilent, SendHeartbeat, Session, loading_timeout_s
-from pipecomp.runtime.memory import peak_memory_nbytes
+from pipecomp.runtime.memory import keep_freed_memory, peak_memory_nbytes
 from pipecomp.runtime.preloading import import_all
 from pipecomp.runtime.stores import StoreHome
 from pipecomp.transport.base import Address, Connection, Transport
@@ -380,6 +380,7 @@ def run_worker(options: WorkerOptions) -> int:
     Raises:
         ConfigError, AddressError, CoordinatorLost: it could not even join.
     """
+    keep_freed_memory()
     try:
         import uvloop
 

@@ -17,6 +17,7 @@ from pipecomp.experiments import links_bars
 from pipecomp.experiments.kept import KeptRows
 from pipecomp.experiments.links_cells import (
     METHODS,
+    PARTS,
     RATES,
     SETTINGS,
     Cell,
@@ -51,6 +52,7 @@ def run(
     rates: str | None = None,
     methods: str | None = None,
     setting: str | None = None,
+    parts: str | None = None,
     hosts: str = HOSTS[0],
     path: Path = RESULTS,
     settings: Sequence[Setting] = SETTINGS,
@@ -61,6 +63,7 @@ def run(
         json: keep each cell's figures in `path` as soon as it ends, and skip cells that are there with the same settings.
         rates, methods: some of them, with commas between; None: all of the grid.
         setting: the key of one; None: all.
+        parts: some of PARTS, with commas between; None: all.
         hosts: what stands for machines, see `open_hosts`.
 
     Raises:
@@ -68,11 +71,15 @@ def run(
         PipecompError: cells failed, after all others have ended.
     """
     chosen = settings if setting is None else [find_setting(setting, settings)]
-    wanted_rates, wanted_methods = _split(rates, RATES), _split(methods, tuple(METHODS))
+    wanted_rates, wanted_methods, wanted_parts = _split(rates, RATES), _split(methods, tuple(METHODS)), _split(parts, PARTS)
+    unknown = [part for part in wanted_parts if part not in PARTS]
+    if unknown:
+        raise ConfigError(f"--parts: there is no {unknown[0]!r}; there are: {', '.join(PARTS)}")
     orders = [
         make_order(each, cell, hosts=hosts, cluster=open_hosts(hosts, each, cell.rate, cell.delay_ms).cluster_settings())
         for each in chosen
         for cell in cells_of(each, wanted_rates, wanted_methods)
+        if cell.part in wanted_parts
     ]
     kept: KeptRows[Cell] = KeptRows(
         path if json else None,

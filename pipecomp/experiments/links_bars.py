@@ -32,7 +32,7 @@ RUN_HEAD = ("method", *(f"{num} epoch{'s' if num > 1 else ''}" for num in RUN_EP
 
 def bars(rows: Sequence[Row]) -> list[Row]:
     """What is asked of the figures that are there."""
-    grid = [row for row in rows if Cell.of_row(row).is_of_grid]
+    grid = [row for row in rows if Cell.of_row(row).part == "grid"]
     return [*_ratios(grid), *_headline(grid), *_delays(rows), *_whole_runs(rows), *_soundness(rows)]
 
 
@@ -97,7 +97,7 @@ def _at_most(name: str, value: float, bar: float) -> Row:
 
 def table(rows: Sequence[Row], setting: Setting) -> list[list[str]]:
     """A line for each cell of a setting, in the order of the rows."""
-    own = [row for row in rows if row["setting"] == setting.key and Cell.of_row(row).is_of_grid]
+    own = [row for row in rows if row["setting"] == setting.key and Cell.of_row(row).part == "grid"]
     fp32 = {row["rate"]: row["sequences_per_s"] for row in own if row["method"] == FP32}
     return [_line(row, fp32.get(row["rate"])) for row in own]
 
@@ -161,7 +161,7 @@ def curves(rows: Sequence[Row], setting: str) -> dict[str, list[tuple[float, flo
     """By method, (measured goodput in Mbit/s, sequences a second), the slowest link first."""
     points: dict[str, list[tuple[float, float]]] = {method: [] for method in METHODS}
     for row in rows:
-        if row["setting"] == setting and Cell.of_row(row).is_of_grid:
+        if row["setting"] == setting and Cell.of_row(row).part == "grid":
             points[row["method"]].append((row["goodput_nbits_per_s"] / 1e6, row["sequences_per_s"]))
     return {method: sorted(found) for method, found in points.items() if found}
 

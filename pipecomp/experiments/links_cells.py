@@ -33,6 +33,7 @@ FP32 = "fp32"
 METHODS: Mapping[str, tuple[int, int] | None] = {FP32: None, "fw4bw8": (4, 8), "fw3bw6": (3, 6), "fw2bw4": (2, 4)}
 """Bits of changes of activations forward, and of their gradients backward."""
 TEXT, TOKENIZER = Path("examples/state-of-the-union.jsonl"), Path("examples/demo-gpt2")
+PARTS = ("grid", "delays", "runs")
 DELAYS_MS = (10.0, 50.0)
 """One way."""
 RUNS = ((FP32, 1), ("fw3bw6", 10))
@@ -115,9 +116,9 @@ class Cell(NamedTuple):
         return " ".join(words + ([f"{self.num_epochs} epochs"] if self.num_epochs else []))
 
     @property
-    def is_of_grid(self) -> bool:
-        """Neither delayed nor a whole run."""
-        return not self.delay_ms and not self.num_epochs
+    def part(self) -> str:
+        """One of PARTS."""
+        return "runs" if self.num_epochs else "delays" if self.delay_ms else "grid"
 
     @property
     def nbits_per_s(self) -> float | None:

@@ -77,6 +77,8 @@ def test_names_that_are_not_known_are_refused_with_those_that_are() -> None:
         find_setting("gpt3")
     with pytest.raises(ConfigError, match="there is no 'fw1bw1'; there are: fp32, fw4bw8, fw3bw6, fw2bw4"):
         order("fw1bw1")
+    with pytest.raises(ConfigError, match="--parts: there is no 'all'; there are: grid, delays, runs"):
+        links.run(json=False, parts="all")
     with pytest.raises(ConfigError, match="there is no 'clouds'; there are: namespaces, local"):
         links.open_hosts("clouds", GPT2_XL, "100mbit")
 
@@ -292,7 +294,7 @@ def whole_run(method: str = "fw3bw6", num_epochs: int = 10, first: float = 9.9, 
 def test_cells_are_the_grid_and_at_the_headline_delays_and_whole_runs() -> None:
     cells = cells_of(GPT2_XL, RATES, tuple(METHODS))
     assert len(cells) == len(set(cells)) == len(RATES) * len(METHODS) + 4
-    assert [cell for cell in cells if not cell.is_of_grid] == [
+    assert [cell for cell in cells if cell.part != "grid"] == [
         HEADLINE._replace(delay_ms=10.0),
         HEADLINE._replace(delay_ms=50.0),
         Cell("gpt2-xl", "fp32", "100mbit", 0.0, 1),
