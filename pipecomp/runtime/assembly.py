@@ -20,13 +20,14 @@ from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError, PeerLost, TransportError
 from pipecomp.models.base import Model, StageModule, TiedWeight
 from pipecomp.protocol.messages import Assignment, StageAddress, stage_link, tied_link
+from pipecomp.runtime.actions import StageEnds
 from pipecomp.runtime.channel import Destination, Inbox, OutChannel
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.link import Link, LinkHub
 from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
-from pipecomp.runtime.pipeline import Pipeline, StageEnds, check_layout
+from pipecomp.runtime.pipeline import Pipeline, check_layout
 from pipecomp.runtime.rehearsal import make_codec, make_schedule
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.runtime.stores import adopt, link_capacity_nbytes, open_store

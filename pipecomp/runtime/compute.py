@@ -31,9 +31,13 @@ class ComputeThread:
         """Seconds spent computing since the start."""
         return self._busy_s
 
+    def start(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Queue `function` for the compute thread. Cancelled before its turn, it never runs; afterwards it ends by itself."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, lambda: self._timed(function, *args, **kwargs))
+
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` in the compute thread. If the caller is cancelled, the function still ends by itself."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: self._timed(function, *args, **kwargs))
+        return await self.start(function, *args, **kwargs)
 
     def _timed(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         started = time.perf_counter()

@@ -1,9 +1,8 @@
 """One rank's side of a pipeline: runs the schedule's actions of a step, then commits or aborts it. Joins stages, channels and
 the optimizer; knows no coordinator, no processes and no run files.
 
-    run_step    actions in order: wait (in the event loop) for an action's input, compute it (in the compute thread), hand its
-                output to the channel, which encodes and sends beside the next action; where the backward pass is split,
-                gradients of weights are computed while an action's input is not there
+    run_step    actions in order (actions.py): wait (in the event loop) for an action's input, compute it (in the compute
+                thread), hand its output to the channel, which encodes and sends beside the next action
     commit      optimizer step, staged messages become current            abort     forget both
 
 Nothing but `commit` changes weights, optimizer state or messages (law 3).
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,32 +22,18 @@ from pipecomp.errors import CodecError, LocalProtocolError, MessageMismatch, Non
 from pipecomp.models.base import Batch
 from pipecomp.protocol.messages import EvaluationPlan, LayerNorms, LinkMeter, SampleRef, StepPlan, StoreMeter
 from pipecomp.protocol.spans import Doing, Subject
+from pipecomp.runtime.actions import Actions, StageEnds, cancel
 from pipecomp.runtime.batches import check_refs, make_batches
-from pipecomp.runtime.channel import OutChannel
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.optimizer import ShardOptimizer
-from pipecomp.runtime.stage import ForwardResult, StageRuntime
 from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
 from pipecomp.runtime.trace import COMPUTE, StepNotes
 from pipecomp.schedules.base import Action, ActionKind, Schedule
-from pipecomp.types import Kind, Rank, StageIndex
+from pipecomp.types import Kind, Rank
 
 T = TypeVar("T")
-
-
-class StageEnds(NamedTuple):
-    """One stage with all that enters and leaves it. None where nothing does."""
-
-    stage: StageIndex
-    runtime: StageRuntime
-    forward_in: Inlet | None
-    forward_out: OutChannel | None
-    backward_in: Inlet | None
-    backward_out: OutChannel | None
-    evaluation_in: Inlet | None
-    evaluation_out: OutChannel | None
 
 
 class PreparedStep(NamedTuple):
@@ -106,6 +91,7 @@ class Pipeline:
         self._rank = rank
         self._num_deferred = num_deferred
         self._tied = tied
+        self._engine = engine
         self.compute = engine.compute
         self.threads = engine.threads
         self._recorder = engine.recorder
@@ -191,17 +177,16 @@ class Pipeline:
             self._notes.idle()
 
     async def _evaluate_all(self, plan: EvaluationPlan, batches: list[Batch]) -> EvaluationSums:
-        results: list[ForwardResult] = []
         inputs = self._start_decoding(plan.evaluation, plan.microbatches, evaluation=True)
         try:
-            for action in self._actions(len(batches)):
-                if action.kind is ActionKind.FORWARD:
-                    await self._evaluate_one(plan, action, batches[action.microbatch], inputs, results)
+            note = self._noting(self.activity.step)
+            actions = Actions(self.stages, self._engine, inputs, num_deferred=0, note=note)
+            results = await actions.evaluate(plan, self._actions(len(batches)), batches)
             for stage in self.stages.values():
                 if stage.evaluation_out is not None:
                     await stage.evaluation_out.encoded()
         finally:
-            await _cancel(inputs.values())
+            await cancel(inputs.values())
         for stage in self.stages.values():
             if stage.evaluation_in is not None:
                 stage.evaluation_in.inbox.finish(Kind.EVALUATION, plan.evaluation)
@@ -241,20 +226,14 @@ class Pipeline:
     # ------------------------------------------------------------ the actions
 
     async def _run_actions(self, plan: StepPlan, batches: list[Batch]) -> PreparedStep:
-        loss_sums: list[float] = []
         inputs = self._start_decoding(plan.step, plan.microbatches, evaluation=False)
         try:
-            for action in self._actions(len(batches)):
-                if action.kind is ActionKind.FORWARD:
-                    await self._forward(plan, action, batches[action.microbatch], inputs, loss_sums)
-                elif self.stages[action.stage].runtime.has_backward:
-                    await self._backward(plan, action, inputs)
-            for stage in self.stages.values():
-                await self._weights(stage, plan.step, leave=0)
+            actions = Actions(self.stages, self._engine, inputs, num_deferred=self._num_deferred, note=self._noting(plan.step))
+            loss_sums = await actions.train(plan, self._actions(len(batches)), batches)
             with self._recorder.during(Doing.WAIT_ENCODED, COMPUTE, Subject(step=plan.step)):
                 await self._all_encoded(plan.step)
         finally:
-            await _cancel(inputs.values())
+            await cancel(inputs.values())
         await self._sum_tied(plan.step)
         self._note("gradient norms", plan.step)
         measure = self._recorder.timed(Doing.NORMS, Subject(step=plan.step), self.optimizer.layer_norms, lane=COMPUTE)
@@ -268,68 +247,6 @@ class Pipeline:
                 if channel is not None:
                     self._note(f"encoding the last values of stage {stage.stage}", step)
                     await channel.encoded()
-
-    async def _forward(
-        self, plan: StepPlan, action: Action, batch: Batch, inputs: dict[Action, asyncio.Task[torch.Tensor]], losses: list[float]
-    ) -> None:
-        stage, about = self.stages[action.stage], _subject(action, Kind.FORWARD, plan.step)
-        hidden = await self._input(action, inputs, about)
-        self._note(f"forward of microbatch {action.microbatch} on stage {action.stage}", plan.step)
-        forward = self._recorder.timed(Doing.FORWARD, about, stage.runtime.forward, lane=COMPUTE)
-        result = await self.compute.run(
-            forward, plan.step, action.microbatch, batch, hidden, num_targets=plan.num_targets
-        )
-        if result.loss_sum is not None:
-            losses.append(result.loss_sum)
-        if stage.forward_out is not None:
-            assert result.hidden is not None
-            self._submit(stage.forward_out, plan, action, result.hidden)
-
-    async def _backward(self, plan: StepPlan, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]]) -> None:
-        stage, about = self.stages[action.stage], _subject(action, Kind.BACKWARD, plan.step)
-        gradient = await self._input(action, inputs, about)
-        self._note(f"backward of microbatch {action.microbatch} on stage {action.stage}", plan.step)
-        backward = self._recorder.timed(Doing.BACKWARD, about, stage.runtime.backward, lane=COMPUTE)
-        below = await self.compute.run(backward, plan.step, action.microbatch, gradient, num_targets=plan.num_targets)
-        if stage.backward_out is not None:
-            assert below is not None
-            self._submit(stage.backward_out, plan, action, below)
-        await self._weights(stage, plan.step, leave=self._num_deferred)
-
-    async def _weights(self, stage: StageEnds, step: int, *, leave: int) -> None:
-        """Compute gradients of weights that were deferred, until so many microbatches are left."""
-        while stage.runtime.num_deferred > leave:
-            await self._weights_of_one(stage, step)
-
-    async def _weights_of_one(self, stage: StageEnds, step: int) -> None:
-        about = Subject(Kind.BACKWARD, step=step, stage=stage.stage)
-        self._note(f"gradients of weights on stage {stage.stage}", step)
-        await self.compute.run(self._recorder.timed(Doing.WEIGHTS, about, stage.runtime.weights, lane=COMPUTE))
-
-    async def _fill(self, awaited: asyncio.Task[torch.Tensor], step: int) -> None:
-        """Spend the wait for an input on gradients of weights, as long as there are any."""
-        for stage in self.stages.values():
-            while stage.runtime.num_deferred and not awaited.done():
-                await self._weights_of_one(stage, step)
-
-    async def _evaluate_one(
-        self,
-        plan: EvaluationPlan,
-        action: Action,
-        batch: Batch,
-        inputs: dict[Action, asyncio.Task[torch.Tensor]],
-        results: list[ForwardResult],
-    ) -> None:
-        stage, about = self.stages[action.stage], _subject(action, Kind.EVALUATION, plan.evaluation)
-        hidden = await self._input(action, inputs, about)
-        self._note(f"evaluation of microbatch {action.microbatch} on stage {action.stage}", self.activity.step)
-        evaluate = self._recorder.timed(Doing.EVALUATE, about, stage.runtime.evaluate, lane=COMPUTE)
-        result = await self.compute.run(evaluate, batch, hidden)
-        results.append(result._replace(hidden=None))
-        if stage.evaluation_out is not None:
-            assert result.hidden is not None
-            refs = plan.microbatches[action.microbatch]
-            stage.evaluation_out.submit(plan.evaluation, action.microbatch, refs, result.hidden, metered=False)
 
     async def _sum_tied(self, step: int) -> None:
         if isinstance(self._tied, TiedExchange):
@@ -374,35 +291,6 @@ class Pipeline:
         except MessageMismatch as error:  # both ends have lost it: at the next try the sample is sent afresh
             raise StepRefused(stage, f"step {step}: {error}") from error
 
-    async def _input(
-        self, action: Action, inputs: dict[Action, asyncio.Task[torch.Tensor]], about: Subject
-    ) -> torch.Tensor | None:
-        task = inputs.get(action)
-        if task is None:
-            return None
-        what = "activations" if action.kind is ActionKind.FORWARD else "gradients"
-        step = self.activity.step if about.kind is Kind.EVALUATION else about.step
-        await self._fill(task, step)
-        self._note(f"waiting for {what} of microbatch {action.microbatch} at stage {action.stage}", step)
-        awaited = about._replace(link=self._link_of(action.stage, about.kind))
-        try:
-            with contextlib.nullcontext() if task.done() else self._recorder.during(Doing.WAIT, COMPUTE, awaited):
-                return await task
-        finally:
-            inputs.pop(action, None)  # nothing but the action keeps the tensor alive
-
-    def _link_of(self, stage: StageIndex, kind: Kind) -> str:
-        """Over which link a stage's input comes."""
-        ends = self.stages[stage]
-        inlets = {Kind.FORWARD: ends.forward_in, Kind.BACKWARD: ends.backward_in, Kind.EVALUATION: ends.evaluation_in}
-        inlet = inlets[kind]
-        return "" if inlet is None else inlet.inbox.link.name
-
-    def _submit(self, channel: OutChannel, plan: StepPlan, action: Action, tensor: torch.Tensor) -> None:
-        refs = plan.microbatches[action.microbatch]
-        metered = action.microbatch == plan.step % len(plan.microbatches)
-        channel.submit(plan.step, action.microbatch, refs, tensor, metered=metered)
-
     def _coders(self) -> list[LinkCoder]:
         coders = []
         for stage in self.stages.values():
@@ -425,20 +313,12 @@ class Pipeline:
             for parameter in stage.runtime.module.parameters():
                 parameter.grad = None
 
+    def _noting(self, step: int) -> Callable[[str], None]:
+        return lambda text: self._note(text, step)
+
     def _note(self, text: str, step: int) -> None:
         self.activity.text = text
         self.activity.step = step
-
-
-def _subject(action: Action, kind: Kind, step: int) -> Subject:
-    return Subject(kind, step=step, stage=action.stage, part=action.microbatch)
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[torch.Tensor]]) -> None:
-    pending = list(tasks)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
 
 
 def check_layout(ranks: Sequence[Rank]) -> None:
