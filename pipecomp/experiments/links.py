@@ -119,7 +119,7 @@ def open_hosts(kind: str, setting: Setting, rate: str, delay_ms: float = 0.0) ->
     reason = why_not()
     if reason:
         raise ConfigError(f"--hosts namespaces: {reason}. Anywhere works --hosts local, which slows links down in user space")
-    return NamespaceHosts(num_hosts, shape, unshaped=[setting.num_stages], mtu=JUMBO_MTU, congestion="cubic")
+    return NamespaceHosts(num_hosts, shape, unshaped=[setting.num_stages], mtu=JUMBO_MTU, congestion="cubic", keeps_windows=True)
 
 
 def _split(text: str | None, everything: Sequence[str]) -> Sequence[str]:
@@ -146,13 +146,19 @@ def _run_all(orders: Sequence[Order], kind: str, kept: KeptRows[Cell]) -> list[s
                 if hosts.missing:
                     failures += [f"{order.cell}: {'; '.join(hosts.missing)}" for order in group]
                     continue
-                goodput = measure_neighbours(hosts, group[0].setting.num_stages)
+                goodput = measure_neighbours(hosts, group[0].setting.num_stages, **_patience(hosts))
                 _say(f"{hosts.shape.describe()}: one connection carries {describe(goodput)}; {hosts.emulation}")
                 for order in group:
                     failures += _run_one(hosts, order, goodput, kept)
         except (HostsFailed, KernelRefused) as error:
             raise PipecompError(f"{group[0].cell.rate}: {error}") from error
     return failures
+
+
+def _patience(hosts: Hosts) -> dict[str, float]:
+    """With a delay a connection takes many round trips to its full rate."""
+    delay_s = hosts.shape.delay_s
+    return {"duration_s": 4.0, "warm_up_s": 0.5 + 60 * delay_s} if delay_s else {}
 
 
 def _run_one(hosts: Hosts, order: Order, goodput: Sequence[float], kept: KeptRows[Cell]) -> list[str]:

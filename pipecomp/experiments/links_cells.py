@@ -38,10 +38,12 @@ DELAYS_MS = (10.0, 50.0)
 """One way."""
 RUNS = ((FP32, 1), ("fw3bw6", 10))
 """Methods and epochs of whole runs. A step of fp32 is the same in every epoch."""
-STEPS_PER_EPOCH = 3
-"""Of a whole run."""
+STEPS_PER_EPOCH = 5
+"""Of a whole run. The first ones take all memory for the first time, so the middle one of several tells how long a step is."""
 _CHOSEN = ("gpt2-xl", "fw3bw6", "100mbit")
 """The cell that is run again with delays, and whose setting and rate whole runs have."""
+_WARM_UPS, _FP32_WARM_UPS = 4, 1
+"""Steps that do not count: first visits, and those in which workers take memory for the first time."""
 _MEASURED_S, _FEWEST, _MOST = 40.0, 2, 5
 """About how long a cell's measured steps take together, and how many there are."""
 _CARRIED = 0.99
@@ -191,7 +193,7 @@ def make_order(setting: Setting, cell: Cell, *, hosts: str, cluster: Mapping[str
         num_measured = STEPS_PER_EPOCH * cell.num_epochs - num_warm_up
         config = _config(setting, cell.method, cell.num_epochs, cluster, steps_per_epoch=STEPS_PER_EPOCH)
     else:
-        num_warm_up = 1 if METHODS[cell.method] is None else 2  # every sample's first visit, and the first one that is none
+        num_warm_up = _FP32_WARM_UPS if METHODS[cell.method] is None else _WARM_UPS
         num_measured = min(_MOST, max(_FEWEST, math.ceil(_MEASURED_S / chosen.step.duration_s)))
         config = _config(setting, cell.method, num_warm_up + num_measured, cluster)
     described = [_VERSION, hosts, setting, nbits, num_warm_up, msgspec.to_builtins(config)]
@@ -247,7 +249,7 @@ def _config(
                 "save_model": False,
             },
             "compression": {"forward": forward, "backward": backward},
-            **({"messages": {"store": "disk"}} if steps_per_epoch else {}),
+            **({"messages": {"store": "disk", "dtype": "bf16"}} if steps_per_epoch else {}),
             # Eight starts at once on a small machine take their time, and a heartbeat late there is no failure.
             "cluster": {"num_stages": setting.num_stages, "heartbeat_timeout_s": 60.0, **cluster},
         },

@@ -1,6 +1,6 @@
 """What a link really carries: bytes of one TCP connection that arrive in a second. Knows sockets and hosts; nothing of training.
 
-    python -m pipecomp.testing.goodput receive HOST PORT                wait for one sender, print one JSON object
+    python -m pipecomp.testing.goodput receive HOST PORT [WARM_UP]      wait for one sender, print one JSON object
     python -m pipecomp.testing.goodput send HOST PORT SECONDS           send as fast as the link takes it
 
 `measure_neighbours(hosts)` runs both ends on the machines of a `Hosts`. A rate that a queue is told counts headers and is
@@ -29,7 +29,7 @@ _PATIENCE_S = 30.0
 _PORT = 7690
 
 
-def receive(host: str, port: int) -> float:
+def receive(host: str, port: int, warm_up_s: float = _WARM_UP_S) -> float:
     """Bytes a second that one sender's connection brings after the warm-up; 0 if it ends before that.
 
     Raises:
@@ -41,7 +41,7 @@ def receive(host: str, port: int) -> float:
     with connection:
         connection.settimeout(_PATIENCE_S)
         block = bytearray(_BLOCK)
-        begin = time.monotonic() + _WARM_UP_S
+        begin = time.monotonic() + warm_up_s
         first = last = 0.0
         nbytes = 0
         while got := connection.recv_into(block):
@@ -63,23 +63,26 @@ def send(host: str, port: int, duration_s: float) -> None:
                 connection.sendall(block)
 
 
-def measure_neighbours(hosts: Hosts, num_hosts: int, *, duration_s: float = 2.0) -> list[float]:
-    """Bytes a second from host i to host i + 1, one link after another, for the first `num_hosts` hosts.
+def measure_neighbours(
+    hosts: Hosts, num_hosts: int, *, duration_s: float = 2.0, warm_up_s: float = _WARM_UP_S
+) -> list[float]:
+    """Bytes a second from host i to host i + 1, one link after another, for the first `num_hosts` hosts. Of each connection the
+    first `warm_up_s` do not count.
 
     Raises:
         HostsFailed: an end did not do its work; says what it printed.
     """
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
-        return [_measure(hosts, i, i + 1, duration_s, Path(folder)) for i in range(num_hosts - 1)]
+        return [_measure(hosts, i, i + 1, duration_s, warm_up_s, Path(folder)) for i in range(num_hosts - 1)]
 
 
-def _measure(hosts: Hosts, sender: int, receiver: int, duration_s: float, folder: Path) -> float:
+def _measure(hosts: Hosts, sender: int, receiver: int, duration_s: float, warm_up_s: float, folder: Path) -> float:
     address, port = hosts.address(receiver), str(_PORT)
     tool = [hosts.python, "-m", "pipecomp.testing.goodput"]
     received, sent = folder / f"receive-{receiver}", folder / f"send-{sender}"
     ends = [
-        hosts.start(receiver, [*tool, "receive", address, port], log=received),
-        hosts.start(sender, [*tool, "send", address, port, str(duration_s + _WARM_UP_S)], log=sent),
+        hosts.start(receiver, [*tool, "receive", address, port, str(warm_up_s)], log=received),
+        hosts.start(sender, [*tool, "send", address, port, str(duration_s + warm_up_s)], log=sent),
     ]
     codes = [end.wait(timeout=4 * _PATIENCE_S) for end in ends]
     if any(codes):
@@ -115,11 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("host")
         command.add_argument("port", type=int)
     commands.choices["send"].add_argument("seconds", type=float)
+    commands.choices["receive"].add_argument("warm_up", type=float, nargs="?", default=_WARM_UP_S)
     options = parser.parse_args(arguments)
     if options.command == "send":
         send(options.host, options.port, options.seconds)
     else:
-        sys.stdout.write(json.dumps({"nbytes_per_s": receive(options.host, options.port)}) + "\n")
+        sys.stdout.write(json.dumps({"nbytes_per_s": receive(options.host, options.port, options.warm_up)}) + "\n")
 
 
 if __name__ == "__main__":

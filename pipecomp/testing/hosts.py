@@ -162,15 +162,18 @@ class NamespaceHosts(Hosts):
         hidden: Sequence[Path] = (),
         mtu: int = MTU,
         congestion: str | None = None,
+        keeps_windows: bool = False,
     ) -> None:
         """`unshaped`: hosts whose own link is as fast as it goes. `hidden`: folders that are empty for commands there. `mtu`:
-        bytes of a frame. `congestion`: TCP's congestion control there; None: this machine's own."""
+        bytes of a frame. `congestion`: TCP's congestion control there; None: this machine's own. `keeps_windows`: a connection
+        that was idle goes on as fast as before (`net.ipv4.tcp_slow_start_after_idle = 0`)."""
         self.num_hosts, self.shape = num_hosts, shape
         control = "" if congestion is None else f", TCP with {congestion}"
+        control += ", whose connections go on after a pause as fast as before" if keeps_windows else ""
         self.emulation = f"network namespaces of one machine, joined by a bridge, frames of {mtu} bytes{control}"
         self._unshaped = frozenset(unshaped)
         self._hidden = tuple(hidden)
-        self._mtu, self._congestion = mtu, congestion
+        self._mtu, self._congestion, self._keeps_windows = mtu, congestion, keeps_windows
         tag = secrets.token_hex(2)
         self._switch = f"pc{tag}-sw"
         self._names = [f"pc{tag}-h{i + 1}" for i in range(num_hosts)]
@@ -245,6 +248,8 @@ class NamespaceHosts(Hosts):
             self._ip("-n", name, "addr", "add", f"{self._subnet}.{number}/24", "dev", "eth0")
             self._ip("-n", name, "link", "set", "lo", "up")
             self._ip("-n", name, "link", "set", "eth0", "up")
+            if self._keeps_windows:
+                self._in(name, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle")
             if self._congestion is not None:
                 subnet, source = f"{self._subnet}.0/24", ("src", f"{self._subnet}.{number}")
                 route = ("route", "replace", subnet, "dev", "eth0", "proto", "kernel", "scope", "link", *source)

@@ -70,17 +70,20 @@ def delay_command(device: str, shape: LinkShape) -> list[str]:
     return ["qdisc", "replace", "dev", device, "root", "handle", "1:", "netem", *options, "limit", str(limit)]
 
 
-def rate_command(device: str, rate_nbits_per_s: float, parent: Sequence[str] = AT_ROOT, *, mtu: int = MTU) -> list[str]:
+def rate_command(
+    device: str, rate_nbits_per_s: float, parent: Sequence[str] = AT_ROOT, *, mtu: int = MTU, delay_s: float = 0.0
+) -> list[str]:
     """Arguments of tc(8) for the rate of what leaves through `device`. It bursts for 2 ms, or a timer's tick would cost
-    throughput, and never for fewer than ten full frames."""
+    throughput, and never for fewer than ten full frames. It queues 50 ms, and what is under way there and back (`delay_s` each
+    way): with less, TCP falls below the rate after each loss."""
     burst = max(10 * mtu + 1000, int(rate_nbits_per_s / 8 / 500))
-    options = ["rate", f"{rate_nbits_per_s:.0f}bit", "burst", str(burst), "latency", f"{1e3 * _QUEUE_S:g}ms"]
+    options = ["rate", f"{rate_nbits_per_s:.0f}bit", "burst", str(burst), "latency", f"{1e3 * (_QUEUE_S + 2 * delay_s):g}ms"]
     return ["qdisc", "replace", "dev", device, *parent, "handle", "10:", "tbf", *options]
 
 
 def _rate_commands(device: str, shape: LinkShape, parent: Sequence[str], mtu: int) -> list[list[str]]:
     rate = shape.rate_nbits_per_s
-    return [] if rate is None else [rate_command(device, rate, parent, mtu=mtu)]
+    return [] if rate is None else [rate_command(device, rate, parent, mtu=mtu, delay_s=shape.delay_s)]
 
 
 @functools.cache

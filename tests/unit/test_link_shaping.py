@@ -36,7 +36,7 @@ def test_a_burst_is_never_less_than_ten_frames() -> None:
 def test_delay_and_loss_stand_before_the_rate_where_the_kernel_has_netem() -> None:
     assert lines(sending_commands("eth0", FAR, has_netem=True)) == [
         "qdisc replace dev eth0 root handle 1: netem delay 5ms loss 1% limit 9082",
-        "qdisc replace dev eth0 parent 1:1 handle 10: tbf rate 1000000000bit burst 250000 latency 50ms",
+        "qdisc replace dev eth0 parent 1:1 handle 10: tbf rate 1000000000bit burst 250000 latency 60ms",
     ]
 
 
