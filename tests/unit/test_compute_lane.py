@@ -21,7 +21,7 @@ async def compute() -> AsyncIterator[ComputeThread]:
 
 async def until(event: threading.Event) -> None:
     async with asyncio.timeout(10):
-        while not event.is_set():
+        while not event.is_set():  # noqa: ASYNC110 - it is set in another thread
             await asyncio.sleep(0.002)
 
 
