@@ -52,4 +52,3 @@ def wait(pid: int, timeout_s: float) -> int | None:
 
 if __name__ == "__main__":
     serve()
-    os._exit(0)  # nothing is open; taking everything imported apart takes seconds on a busy machine
