@@ -14,6 +14,7 @@ from pipecomp.experiments import steady_memory
 from pipecomp.experiments.steady_memory import Sample, bars_of, resident_nbytes, rows_of
 
 ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "docs" / "results" / "memory.json"
 
 
 def samples(nbytes_of_step: dict[int, int], name: str = "worker-0") -> list[Sample]:
@@ -64,3 +65,10 @@ def test_a_short_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [row["process"] for row in outcome["rows"]] == ["coordinator", *(f"worker-{i}" for i in range(4))]
     assert outcome["settings"]["steps"] == 80
     assert outcome["settings"]["step_s"] > 8 * 10 * 0.0009  # the slow worker's own work
+
+
+def test_the_result_is_of_two_thousand_steps_and_its_bar_is_that_of_its_rows() -> None:
+    outcome = json.loads(RESULT.read_text())
+    assert outcome["settings"]["steps"] == 2000
+    assert outcome["settings"]["blocks"] == list(steady_memory.BLOCKS)
+    assert outcome["bars"] == bars_of(outcome["rows"])
