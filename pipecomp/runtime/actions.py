@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from pipecomp.errors import LocalProtocolError
 from pipecomp.models.base import Batch
 from pipecomp.protocol.messages import EvaluationPlan, SampleRef, StepPlan
 from pipecomp.protocol.spans import Doing, Subject
@@ -56,13 +57,21 @@ class Lane:
         self._compute = compute
         self._note = note
         self._calls: deque[asyncio.Task[None]] = deque()
+        self._has_failed = False
 
     def put(self, what: str, function: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Queue a call; `then` gets its result, in the event loop. `what` it does, in words, is noted when its turn comes."""
+        """Queue a call; `then` gets its result, in the event loop. `what` it does, in words, is noted when its turn comes. After
+        a call that failed none is run: its own words stay the last."""
 
         def call() -> T:
+            if self._has_failed:
+                raise LocalProtocolError(f"no {what}: what came before it failed")
             self._note(what)
-            return function()
+            try:
+                return function()
+            except BaseException:
+                self._has_failed = True
+                raise
 
         future = self._compute.start(call)
 

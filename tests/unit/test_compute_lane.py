@@ -66,8 +66,8 @@ async def test_what_fails_is_raised_where_somebody_waits_and_what_is_queued_is_f
     def fail(_: object = None) -> None:
         raise ValueError(place)
 
-    begun, go_on, ran = threading.Event(), threading.Event(), []
-    lane = Lane(compute, lambda _: None)
+    begun, go_on, ran, noted = threading.Event(), threading.Event(), [], []
+    lane = Lane(compute, noted.append)
 
     def call() -> None:
         begun.set()
@@ -83,6 +83,9 @@ async def test_what_fails_is_raised_where_somebody_waits_and_what_is_queued_is_f
         await lane.idle()
     await lane.close()
     assert lane.is_idle()
+    await compute.run(lambda: None)
+    if place == "call":
+        assert (ran, noted) == ([], ["call"])  # its words are the last
 
 
 async def test_closing_forgets_what_has_not_begun_and_waits_for_nothing(compute: ComputeThread) -> None:
