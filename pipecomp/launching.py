@@ -6,7 +6,7 @@
 
 Nothing outlives launch: a thread of each child waits for the end of a pipe whose other end launch holds, and on Linux the
 kernel kills the workers besides (not the coordinator, which says first why it ends). Memory is copied by the fork, so
-arguments need no pickle.
+arguments need no encoding.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def make_order(setting: Setting, cell: Cell, *, hosts: str, cluster: Mapping[str
 def _choose_schedule(setting: Setting, config: RunConfig, rate_nbytes_per_s: float, delay_ms: float) -> planning.Candidate:
     """The default, with as many gradients of weights deferred as the fastest one on paper has, unless that is faster: of equal
     ones it holds more microbatches, which evens out what is not on paper."""
-    candidates = _on_paper(setting, config, rate_nbytes_per_s, delay_ms=delay_ms)
+    candidates = on_paper(setting, config, rate_nbytes_per_s, delay_ms=delay_ms)
     fastest = candidates[0]
     usual = [each for each in candidates if isinstance(each.schedule, OneFOneB) and each.schedule.num_in_flight is None]
     default = next(each for each in usual if each.num_deferred == fastest.num_deferred)
@@ -279,28 +279,7 @@ def expected_payload(order: Order) -> dict[str, int]:
     return expected
 
 
-def ideal(
-    setting: Setting,
-    config: RunConfig,
-    rate_nbytes_per_s: float,
-    *,
-    header_nbytes: float = 0.0,
-    both_ways: bool = True,
-    delay_ms: float = 0.0,
-) -> planning.Candidate:
-    """The shortest step on paper: compute at its nominal speed, links at this goodput, nothing else.
-
-    Args:
-        rate_nbytes_per_s: what one host can send, and receive if `both_ways`.
-        header_nbytes: of each message, besides its payload.
-        delay_ms: of each message on its way.
-    """
-    return _on_paper(
-        setting, config, rate_nbytes_per_s, header_nbytes=header_nbytes, both_ways=both_ways, delay_ms=delay_ms
-    )[0]
-
-
-def _on_paper(
+def on_paper(
     setting: Setting,
     config: RunConfig,
     rate_nbytes_per_s: float,
@@ -309,6 +288,13 @@ def _on_paper(
     both_ways: bool = True,
     delay_ms: float = 0.0,
 ) -> list[planning.Candidate]:
+    """Steps on paper, the ideal one first: compute at its nominal speed, links at this goodput, nothing else.
+
+    Args:
+        rate_nbytes_per_s: what one host can send, and receive if `both_ways`.
+        header_nbytes: of each message, besides its payload.
+        delay_ms: of each message on its way.
+    """
     link = planning.LinkCost(
         message_nbytes(setting, config, Kind.FORWARD) + header_nbytes,
         message_nbytes(setting, config, Kind.BACKWARD) + header_nbytes,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pipecomp.config import resolved_toml
 from pipecomp.errors import PipecompError
-from pipecomp.experiments.links_cells import Order, expected_payload, ideal
+from pipecomp.experiments.links_cells import Order, expected_payload, on_paper
 from pipecomp.testing.hosts import Hosts
 
 Figures = dict[str, Any]
@@ -169,14 +169,14 @@ def _speed(
         goodput = min(goodput, order.cell.nbits_per_s / 8)
     num_messages = (order.num_warm_up + order.num_measured) * (order.setting.num_stages - 1) * order.setting.num_microbatches
     header_nbytes = summary["traffic"]["forward"]["header_bytes"] / num_messages
-    best = ideal(
+    best = on_paper(
         order.setting,
         order.config,
         goodput,
         header_nbytes=header_nbytes,
         both_ways=not in_user_space,
         delay_ms=order.cell.delay_ms,
-    )
+    )[0]
     return {
         "emulation": hosts.emulation,
         "goodput_nbits_per_s": round(8 * goodput),

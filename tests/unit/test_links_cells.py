@@ -25,10 +25,11 @@ from pipecomp.experiments.links_cells import (
     cells_of,
     expected_payload,
     find_setting,
-    ideal,
     make_order,
+    on_paper,
     rate_nbits_per_s,
 )
+from pipecomp.planning import Candidate
 from pipecomp.testing.hosts import LocalHosts, NamespaceHosts
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,10 @@ def in_the_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def order(method: str = "fw3bw6", rate: str = "100mbit", **changes: Any) -> Order:
     return order_of(Cell("gpt2-xl", method, rate), GPT2_XL._replace(**changes))
+
+
+def ideal(*args: Any, **options: Any) -> Candidate:
+    return on_paper(*args, **options)[0]
 
 
 def order_of(cell: Cell, setting: Setting = GPT2_XL, hosts: str = "namespaces", **cluster: Any) -> Order:
