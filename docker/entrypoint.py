@@ -110,7 +110,8 @@ def shape(
             say(f"link: {' and '.join(wanted)} not set: this kernel has no netem ({error})")
     if (rate := link.shape.rate_nbits_per_s) is not None:
         try:
-            run(["tc", *rate_command(DEVICE, rate, parent)])
+            delay_s = link.shape.delay_s if parent == BEHIND_DELAY else 0.0
+            run(["tc", *rate_command(DEVICE, rate, parent, delay_s=delay_s)])
             done.append(f"LINK_RATE={link.rate} out")
         except NotInKernel as error:
             say(f"link: LINK_RATE={link.rate} not set: this kernel has no tbf ({error})")

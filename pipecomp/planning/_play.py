@@ -1,9 +1,8 @@
 """Play a step on paper, event by event: what computes when, what is sent when. Pure; knows no clock but its own.
 
 At every moment each rank runs the head of its order if it has the input, else what gradients of weights it has deferred, and each
-flow sends the oldest result that it has not
-sent. Flows that send at once share what they go through max-min fairly, as a fluid; the shares change whenever a flow starts or
-ends a message:
+flow sends the oldest result that it has not sent. Flows that send at once share what they go through max-min fairly, as a fluid;
+the shares change whenever a flow starts or ends a message:
 
     1F1 ──▶ rank 2    ████████░░░░░░░░████      alone on rank 1's uplink, then two share it, then alone again
     1B0 ──▶ rank 0            ░░░░░░░░

@@ -112,7 +112,7 @@ def advise(work: Work, candidates: Sequence[Forecast], splits: Sequence[StagePla
     """
     chosen = choose_width(candidates)
     width, split = chosen.width, splits[list(candidates).index(chosen)]
-    tried = _trials(work, width, cluster, split)
+    tried = _trials(work._replace(num_deferred=0), width, cluster, split)  # the run file's own is chosen, or not, afterwards
     fitting = [trial for trial in tried if not trial.too_large]
     if fitting:
         shortest = min(trial.step_s for trial in fitting)

@@ -73,7 +73,7 @@ def test_a_burst_is_two_milliseconds_of_the_rate_and_no_less_than_ten_frames(rat
 def test_delay_and_loss_come_before_the_rate() -> None:
     taken, said = shaped(link(LINK_RATE="100mbit", LINK_DELAY="5ms", LINK_LOSS="0.1%"))
     assert taken[0] == f"{NETEM} delay 5ms loss 0.1% limit 1000"
-    assert taken[1] == f"tc qdisc replace dev eth0 parent 1:1 {OUT}"
+    assert taken[1] == f"tc qdisc replace dev eth0 parent 1:1 {OUT}".replace("50ms", "60ms")  # what is under way fits in too
     assert said == ["link: eth0: LINK_DELAY=5ms, LINK_LOSS=0.1%, LINK_RATE=100mbit out, LINK_RATE=100mbit in"]
 
 

@@ -280,3 +280,10 @@ def test_advice_lets_gradients_of_weights_wait_where_that_gains_and_fits():
     large = work(layers=tuple(layer._replace(deferred_nbytes=1e12) for layer in work().layers))
     small = Cluster(split_machines(1, 1, memory="10GB"))
     assert advise(large, [planned(large, width(), small, split(3, 3))], [split(3, 3)], small).num_deferred == 0
+
+
+def test_advice_takes_back_a_deferral_that_does_not_fit():
+    asked = work(layers=tuple(layer._replace(deferred_nbytes=1e12) for layer in work().layers), num_deferred=3)
+    cluster = Cluster(split_machines(1, 1, memory="10GB"))
+    found = advise(asked, [planned(asked, width(), cluster, split(3, 3))], [split(3, 3)], cluster)
+    assert (found.num_deferred, found.too_large, found.layers) == (0, (), None)

