@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pipecomp.errors import CodecError, CorruptPayload, NonFiniteValues
+from pipecomp.native import blocks
 from pipecomp.types import TensorSpec
 
 ByteArray = npt.NDArray[np.uint8]
@@ -46,8 +47,9 @@ def flat_message(message: torch.Tensor | None, spec: TensorSpec) -> FloatArray |
 
 
 def new(spec: TensorSpec) -> tuple[torch.Tensor, FloatArray]:
-    """A fresh (L, H) fp32 tensor, and its memory as a flat array."""
-    values = torch.empty((spec.num_rows, spec.num_columns), dtype=torch.float32)
+    """An (L, H) fp32 tensor that nobody else has, its values undefined, and its memory as a flat array."""
+    array = blocks.empty(spec.num_values)
+    values = torch.from_numpy(array).view(spec.num_rows, spec.num_columns)
     return values, values.numpy().reshape(-1)
 
 

@@ -198,7 +198,8 @@ class LinkCoder:
         evicted: Sequence[int] = (),
         messages: Mapping[int, SampleMessage] | None = None,
     ) -> torch.Tensor:
-        """Decode one microbatch to (B, T, H) fp32, zeros at padding, and stage the new messages for `step`.
+        """Decode one microbatch to (B, T, H) fp32, zeros at padding, and stage the new messages for `step`. The result may share
+        memory with a message, so nobody writes to it.
 
         `messages`: what `check` and `heal` found; looked up here if None.
 
@@ -212,18 +213,17 @@ class LinkCoder:
             for sample_id, reason in checked.missing.items():
                 raise MessageMismatch(f"link {self._link}, sample {sample_id:016x}: {reason}")
             messages = checked.messages
-        longest = max(s.num_rows for s in samples)
-        padded = torch.zeros(len(samples), longest, num_columns)
-        for b, (header, frame) in enumerate(zip(samples, buffers, strict=True)):
+        decoded = []
+        for header, frame in zip(samples, buffers, strict=True):
             message_in = messages[header.sample_id].values if header.version else None
             spec = TensorSpec(header.num_rows, num_columns)
-            decoded = self.codec.decode(np.frombuffer(frame, np.uint8), message_in, spec)
-            padded[b, : header.num_rows] = decoded.values
-            self._stage(step, header.sample_id, decoded.message_out if header.is_kept else None)
+            values, message_out = self.codec.decode(np.frombuffer(frame, np.uint8), message_in, spec)
+            decoded.append(values)
+            self._stage(step, header.sample_id, message_out if header.is_kept else None)
         if self._buffer is not None:
             for sample_id in evicted:
                 self._buffer.drop(step, SampleId(sample_id))
-        return padded
+        return _padded(decoded)
 
     # ------------------------------------------------------------ both
 
@@ -316,6 +316,18 @@ class LinkCoder:
     def _reconstruction(self, message_out: torch.Tensor | None, out: np.ndarray, spec: TensorSpec) -> torch.Tensor:
         """What the receiver will see. Only codecs without messages need to decode for it."""
         return message_out if message_out is not None else self.codec.decode(out, None, spec).values
+
+
+def _padded(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(L, H) each -> (B, T, H), zeros from each sample's end to the longest one's. A single sample is not copied."""
+    if len(samples) == 1:
+        return samples[0].unsqueeze(0)
+    longest = max(values.shape[0] for values in samples)
+    padded = torch.empty(len(samples), longest, samples[0].shape[1])
+    for row, values in zip(padded, samples, strict=True):
+        row[: values.shape[0]] = values
+        row[values.shape[0] :] = 0.0
+    return padded
 
 
 class _MeterSums:

@@ -170,3 +170,33 @@ def test_a_metered_microbatch_says_how_far_the_receiver_is_from_the_truth() -> N
         end.commit(step)
     change = sum(float(((values_of(s, 2) - values_of(s, 1)).double() ** 2).sum()) for s in (11, 12))
     assert encoded.meter.squared_delta == pytest.approx(change, rel=0.2)  # against the message, which is near the old values
+
+
+@by_codec
+def test_decoded_samples_are_padded_with_zeros_and_one_alone_is_not_copied(options: dict[str, Any]) -> None:
+    for samples in ([12], [11, 12, 13]):
+        sender, receiver = coder(options), coder(options)
+        for step in (1, 2):
+            sent = encode(sender, samples, step=step, visit=step, padding=9.0)
+            padded = receiver.decode(sent.samples, sent.buffers, num_columns=COLUMNS, step=step)
+            assert padded.shape == (len(samples), max(LENGTHS[sample] for sample in samples), COLUMNS)
+            assert padded.is_contiguous()
+            for row, sample in zip(padded, samples, strict=True):
+                assert not row[LENGTHS[sample] :].any()
+                error = row[: LENGTHS[sample]] - values_of(sample, step)
+                assert error.norm() < values_of(sample, step).norm()
+            sender.commit(step)
+            receiver.commit(step)
+            assert sender.digest() == receiver.digest()
+
+
+def test_the_receivers_message_of_one_sample_is_the_memory_that_it_decoded() -> None:
+    options = {"codec": "delta", "bits": 4}
+    sender, receiver = coder(options), coder(options)
+    sent = encode(sender, [12])
+    padded = receiver.decode(sent.samples, sent.buffers, num_columns=COLUMNS, step=1)
+    receiver.commit(1)
+    assert receiver._buffer is not None
+    held = receiver._buffer.get(SampleId(12))
+    assert held is not None
+    assert held.values.data_ptr() == padded.data_ptr()
