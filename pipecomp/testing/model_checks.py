@@ -186,6 +186,37 @@ def check_frozen_parameters_get_no_gradient(config: Config) -> None:
                 assert _equal(gradient, expected[name]), f"{name}'s gradient depends on what is frozen"
 
 
+def check_stages_write_to_nothing_they_are_given(config: Config) -> None:
+    """Activations and gradients that come in may be the memory of a message, which both ends of a link must hold alike. So not
+    even a stage that keeps no graph, because nothing before its end is trained, may work in place on them."""
+    plan = model_from_config(config).plan
+    end = max(1, len(plan.layers) - 1)
+    for freeze in ((), tuple(p.name for p in plan.parameters if p.layer < end)):
+        model = model_from_config(config, freeze=freeze, dropout=0.1)
+        batch = make_batch(model, (5, 9))
+        for shards in even_splits(model)[1:]:
+            modules = _build(model, shards, seed=1)
+            stages = [
+                StageRuntime(module, needs_input_gradient=not freeze and index > 0, recompute=False, run_seed=0)
+                for index, module in enumerate(modules)
+            ]
+            given: list[tuple[torch.Tensor, torch.Tensor]] = []
+            hidden: torch.Tensor | None = None
+            for stage in stages:
+                hidden = _noted(stage.forward(1, 0, batch, hidden, num_targets=1).hidden, given)
+            gradient: torch.Tensor | None = None
+            for stage in reversed(stages) if not freeze else ():
+                gradient = _noted(stage.backward(1, 0, gradient, num_targets=1), given)
+            for tensor, copy in given:
+                assert torch.equal(tensor, copy), f"{len(shards)} stages: one wrote to what it was given"
+
+
+def _noted(tensor: torch.Tensor | None, given: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    if tensor is not None:
+        given.append((tensor, tensor.clone()))
+    return tensor
+
+
 def check_a_configuration_crosses_as_json(config: Config) -> None:
     """Another process builds the same model from `Model.config` alone."""
     model = model_from_config(config)
@@ -204,6 +235,7 @@ ALL_CHECKS: tuple[Callable[[Config], None], ...] = (
     check_shards_cover_the_model_once,
     check_a_tied_weight_has_two_gradients_and_one_memory,
     check_frozen_parameters_get_no_gradient,
+    check_stages_write_to_nothing_they_are_given,
     check_a_configuration_crosses_as_json,
 )
 
