@@ -89,6 +89,7 @@ class Pipeline:
         self._ranks = tuple(ranks)
         self._schedule = schedule
         self._rank = rank
+        self._orders: dict[int, list[Action]] = {}
         self._num_deferred = num_deferred
         self._tied = tied
         self._engine = engine
@@ -265,7 +266,10 @@ class Pipeline:
         return make_batches(plan, buffers, labels_are_classes=self._labels_are_classes)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
-        return self._schedule.actions(self._ranks, num_microbatches)[self._rank]
+        """This rank's order. Made once for each number of microbatches: playing all ranks takes milliseconds."""
+        if num_microbatches not in self._orders:
+            self._orders[num_microbatches] = self._schedule.actions(self._ranks, num_microbatches)[self._rank]
+        return self._orders[num_microbatches]
 
     def _start_decoding(
         self, step: int, microbatches: Sequence[Sequence[SampleRef]], *, evaluation: bool

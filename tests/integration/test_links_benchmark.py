@@ -58,6 +58,6 @@ def test_a_worker_that_fails_is_told_with_its_last_words_and_nothing_is_kept(
 
     monkeypatch.setattr(LocalHosts, "start", start_badly)
     path = tmp_path / "links.json"
-    with pytest.raises(PipecompError, match=r"1 cells failed(.|\n)*tiny fw3bw6 100mbit: no step 2(.|\n)*no memory"):
+    with pytest.raises(PipecompError, match=r"1 cells failed(.|\n)*tiny fw3bw6 100mbit: no step 4(.|\n)*no memory"):
         run(path, "fw3bw6")
     assert not path.exists()
