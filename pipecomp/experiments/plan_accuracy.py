@@ -7,12 +7,16 @@ Compute comes in two kinds:
               plan is given these lengths as figures. What is checked is the plan's own arithmetic: order, links, bytes.
     layers    the demo's layers as they are; the plan measures this machine, and the workers then share its cores. What else the
               machine does in the meantime makes steps longer, and no plan knows of it.
+
+Beside the bound that the plan names stands the part of the cluster that the run was busiest with (`measured_bound`).
 """
 
 from __future__ import annotations
 
 import functools
 import json as json_text
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,6 +28,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from pipecomp import results
 from pipecomp.errors import ConfigError, PipecompError
+from pipecomp.experiments.measured_bound import Bound, ProcessorTime, measured_bound, measured_loads
+from pipecomp.units import parse_rate
 
 COMMAND, RESULTS = "pipecomp bench plan --json", Path("docs/results/plan.json")
 RUN_FILE = Path("examples/demo.toml")
@@ -32,6 +38,7 @@ FORWARD_S, BACKWARD_S = 0.05, 0.15
 """Of a waiting worker, one microbatch; well above what the demo's layers take."""
 MOST_ERROR = 0.15
 _RUN_S = 600.0
+_POLL_S = 0.2
 _FIXED = (
     "data.max_train_samples=64",  # four steps an epoch
     "data.max_eval_samples=0",
@@ -103,17 +110,28 @@ def case_rows(case: Case, folder: Path) -> list[results.Row]:
         figures = ["--figures", str(folder / "figures.json")]
     plan.write_text(_pipecomp("plan", *arguments, "--json", *figures))
     waits = case.compute == "waiting"
-    _pipecomp("launch", *arguments, "--quiet", "--plan", str(plan), "--log", str(log), waits=waits)
-    steps = [row for row in map(json_text.loads, log.read_text().splitlines()) if row["event"] == "step"]
+    summary = folder / "summary.json"
+    outputs = ["--plan", str(plan), "--log", str(log), "--summary", str(summary)]
+    processor_s = _launch([*arguments, "--quiet", *outputs], log, waits=waits)
     prediction = json_text.loads(plan.read_text())["prediction"]
     rows = []
     for epoch, key in (("first", "first_epoch_step_time_s"), ("later", "step_time_s")):
-        times_s = [row["step_time_s"] for row in steps if (row["epoch"] == 0) == (epoch == "first")]
-        rows.append(_row(case, epoch, prediction[key], prediction["bound"], times_s))
+        steps = [step for step in _steps(log) if (step["epoch"] == 0) == (epoch == "first")]
+        times_s = [step["step_time_s"] for step in steps]
+        loads = measured_loads(
+            json_text.loads(summary.read_text()),
+            statistics.median(step["sent_bytes"] for step in steps),
+            rate_nbytes_per_s=parse_rate(case.link_rate, "link_rate"),
+            processor_s=None if waits else processor_s,
+        )
+        bound = measured_bound(prediction["bound"], loads, statistics.median(times_s))
+        rows.append(_row(case, epoch, prediction[key], prediction["bound"], times_s, bound))
     return rows
 
 
-def _row(case: Case, epoch: str, planned_s: float, bound: str, times_s: Sequence[float]) -> results.Row:
+def _row(
+    case: Case, epoch: str, planned_s: float, named: str, times_s: Sequence[float], measured: Bound
+) -> results.Row:
     measured_s = statistics.median(times_s)
     return {
         **case._asdict(),
@@ -121,7 +139,11 @@ def _row(case: Case, epoch: str, planned_s: float, bound: str, times_s: Sequence
         "planned_s": round(planned_s, 4),
         "measured_s": round(measured_s, 4),
         "error": round(planned_s / measured_s - 1, 4),
-        "bound": bound,
+        "bound": named,
+        "bound_busy": round(measured.named_busy, 4),
+        "busiest": measured.name,
+        "busiest_busy": round(measured.busy, 4),
+        "bound_agrees": measured.agrees,
         "steps_s": [round(time_s, 4) for time_s in times_s],
     }
 
@@ -135,15 +157,21 @@ def bars_of(rows: Sequence[results.Row]) -> list[results.Row]:
         if errors:
             name = f"{compute}: largest error of a planned step, where the processor that workers share does not rule"
             bars.append({"name": name, "value": max(errors), "bar": MOST_ERROR, "holds": max(errors) <= MOST_ERROR})
-    return bars
+    right = sum(row["bound_agrees"] for row in rows)
+    name = "rows in which the run was as busy with the bound that the plan named as with anything"
+    return [*bars, {"name": name, "value": right, "bar": len(rows), "holds": right == len(rows)}]
 
 
 def table(rows: Sequence[results.Row]) -> list[str]:
     """For a person, and for docs/planning.md."""
-    lines = ["| compute | setting | link | latency | epoch | planned | measured | error |", "| --- " * 8 + "|"]
+    lines = [
+        "| compute | setting | link | latency | epoch | planned | measured | error | planned bound, busy | busiest part, busy |",
+        "| --- " * 10 + "|",
+    ]
     return lines + [
         f"| {row['compute']} | {row['setting']} | {row['link_rate']} | {row['latency_ms']:g} ms | {row['epoch']} "
-        f"| {row['planned_s']:.3f} s | {row['measured_s']:.3f} s | {row['error']:+.1%} |"
+        f"| {row['planned_s']:.3f} s | {row['measured_s']:.3f} s | {row['error']:+.1%} "
+        f"| {row['bound']}, {row['bound_busy']:.0%} | {row['busiest']}, {row['busiest_busy']:.0%} |"
         for row in rows
     ]
 
@@ -180,10 +208,44 @@ def fill_up() -> None:
     StageRuntime.backward = lasting(StageRuntime.backward, BACKWARD_S)  # type: ignore[method-assign]
 
 
-def _pipecomp(*arguments: str, waits: bool = False) -> str:
-    fill = f"from {__name__} import fill_up; fill_up(); " if waits else ""
-    command = [sys.executable, "-c", f"{fill}from pipecomp.cli import main; main()", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_RUN_S, check=False)
+def _steps(log: Path) -> list[dict[str, Any]]:
+    """Of a log that may still be written."""
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
+    events = [json_text.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in events if event["event"] == "step"]
+
+
+def _launch(arguments: Sequence[str], log: Path, *, waits: bool) -> float | None:
+    """Run `pipecomp launch` to its end; processor time of all its processes, a step, None if none was read."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            _command("launch", *arguments, waits=waits), stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+        used = ProcessorTime(process.pid)
+        deadline = time.monotonic() + _RUN_S
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise PipecompError(f"pipecomp launch {' '.join(arguments)} took more than {_RUN_S:g} s")
+                used.read(len(_steps(log)))
+                time.sleep(_POLL_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode:
+            errors.seek(0)
+            raise PipecompError(f"pipecomp launch {' '.join(arguments)} failed: {errors.read().strip()}")
+    return used.per_step_s()
+
+
+def _pipecomp(*arguments: str) -> str:
+    done = subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=_RUN_S, check=False)
     if done.returncode:
         raise PipecompError(f"pipecomp {' '.join(arguments)} failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def _command(*arguments: str, waits: bool = False) -> list[str]:
+    fill = f"from {__name__} import fill_up; fill_up(); " if waits else ""
+    return [sys.executable, "-c", f"{fill}from pipecomp.cli import main; main()", *arguments]
