@@ -4,7 +4,9 @@ run files, hosts and commands.
 Four hosts are network namespaces of this machine, each sending and receiving at the rate of the row; a fifth, unshaped, has the
 coordinator. At each rate the systems take turns, `ROUNDS` times in one run, so that whatever else the machine does falls on all.
 A turn starts the processes anew; its figure is the median over its steps, the first ones left out: for the peer one, for
-pipecomp the epochs in which kernels are new and messages are first visits. What counts is the median over the turns.
+pipecomp the epochs in which kernels are new and messages are first visits. Of what is left, both systems take the same number, and
+more without shaped links: there a few percent decide, and a machine is that much faster or slower for seconds on end. What counts
+is the median over the turns.
 
 Both systems are given the same number of cores, one thread a stage, the same sizes, AdamW, 1F1B. The labels are random for the
 peer and text for pipecomp; neither changes the arithmetic of a step.
@@ -44,10 +46,9 @@ SIZES = Sizes(
     length=128,
     batch_size=32,
     num_microbatches=8,
-    num_steps=6,
 )
-_STEPS_AN_EPOCH, _EPOCHS = 3, 5
-_COLD_STEPS = 2 * _STEPS_AN_EPOCH
+_STEPS_AN_EPOCH, _COLD_EPOCHS, _COLD_STEPS_OF_PEER = 3, 2, 1
+_WARM_EPOCHS, _WARM_EPOCHS_UNSHAPED = 2, 10
 _TURN_S = 300.0
 _PORT = 7700
 
@@ -147,16 +148,20 @@ def take_turn(system: str, rate: str, folder: Path) -> list[float]:
     nbits_per_s = None if rate == UNSHAPED else round(8 * parse_rate(rate, "rate"))
     with NamespaceHosts(WORLD_SIZE + 1, LinkShape(nbits_per_s)) as hosts:
         compression = SYSTEMS[system]
+        num_warm = _WARM_EPOCHS_UNSHAPED if rate == UNSHAPED else _WARM_EPOCHS
         if compression is None:
-            return _turn_of_peer(hosts, folder)[1:]
-        return _turn_of_pipecomp(hosts, folder, compression)[_COLD_STEPS:]
+            num_steps = _COLD_STEPS_OF_PEER + num_warm * _STEPS_AN_EPOCH
+            return _turn_of_peer(hosts, folder, num_steps)[_COLD_STEPS_OF_PEER:]
+        sections = {**run_sections(folder, _COLD_EPOCHS + num_warm), "compression": dict(compression)}
+        return _turn_of_pipecomp(hosts, folder, sections)[_COLD_EPOCHS * _STEPS_AN_EPOCH :]
 
 
-def _turn_of_peer(hosts: NamespaceHosts, folder: Path) -> list[float]:
+def _turn_of_peer(hosts: NamespaceHosts, folder: Path, num_steps: int) -> list[float]:
     processes, logs = [], [folder / f"peer-{rank}.log" for rank in range(WORLD_SIZE)]
     for rank in range(WORLD_SIZE):
         given = {
-            **SIZES._asdict(), "rank": rank, "world_size": WORLD_SIZE, "master": f"{hosts.address(0)}:29500", "interface": "eth0",
+            **SIZES._asdict(), "num_steps": num_steps, "rank": rank, "world_size": WORLD_SIZE,
+            "master": f"{hosts.address(0)}:29500", "interface": "eth0",
         }  # fmt: skip
         command = [sys.executable, "-m", "pipecomp.experiments.torch_pipeline", json_text.dumps(given)]
         processes.append(hosts.start(rank, command, log=logs[rank], sees_all=True))
@@ -165,9 +170,9 @@ def _turn_of_peer(hosts: NamespaceHosts, folder: Path) -> list[float]:
     return times_s
 
 
-def _turn_of_pipecomp(hosts: NamespaceHosts, folder: Path, compression: Mapping[str, Any]) -> list[float]:
+def _turn_of_pipecomp(hosts: NamespaceHosts, folder: Path, sections: Mapping[str, Any]) -> list[float]:
     run_file, log = folder / "run.toml", folder / "steps.jsonl"
-    run_file.write_text(resolved_toml(parse_run_config({**run_sections(folder), "compression": dict(compression)})))
+    run_file.write_text(resolved_toml(parse_run_config(sections)))
     program, meeting = str(Path(sys.executable).with_name("pipecomp")), f"{hosts.address(WORLD_SIZE)}:{_PORT}"
     logs = [folder / f"{name}.log" for name in ("coordinator", *(f"worker-{rank}" for rank in range(WORLD_SIZE)))]
     leader = [program, "coordinator", str(run_file), "--bind", meeting, "--log", str(log)]
@@ -192,7 +197,7 @@ def _wait(system: str, processes: list[subprocess.Popen[str]], logs: list[Path])
             raise PipecompError(f"{system}: {log.stem} {ending}; the end of what it said:\n{log.read_text()[-2000:]}")
 
 
-def run_sections(folder: Path) -> dict[str, Any]:
+def run_sections(folder: Path, num_epochs: int) -> dict[str, Any]:
     """A run file's sections without [compression]: the peer's model, step and optimizer on a text of the right size."""
     return {
         "model": {
@@ -209,7 +214,7 @@ def run_sections(folder: Path) -> dict[str, Any]:
             "max_train_samples": _STEPS_AN_EPOCH * SIZES.batch_size, "max_eval_samples": 1,
         },
         "train": {
-            "num_train_epochs": _EPOCHS, "batch_size": SIZES.batch_size, "num_microbatches": SIZES.num_microbatches,
+            "num_train_epochs": num_epochs, "batch_size": SIZES.batch_size, "num_microbatches": SIZES.num_microbatches,
             "learning_rate": 1e-4, "save_model": False, "max_grad_norm": 0.0,
         },
         "cluster": {"num_stages": WORLD_SIZE, "layers": [2, *[1] * (WORLD_SIZE - 2), 2]},

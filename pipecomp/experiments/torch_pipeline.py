@@ -31,7 +31,6 @@ class Sizes(NamedTuple):
     length: int
     batch_size: int
     num_microbatches: int
-    num_steps: int
 
 
 class Block(nn.Module):
@@ -66,7 +65,7 @@ class Embedding(nn.Module):
         return cast(torch.Tensor, self.token(ids) + self.position.weight[: ids.shape[1]])
 
 
-def train(sizes: Sizes, *, rank: int, world_size: int, master: str, interface: str) -> list[float]:
+def train(sizes: Sizes, *, num_steps: int, rank: int, world_size: int, master: str, interface: str) -> list[float]:
     """Run this rank's stage; seconds of each step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -84,7 +83,7 @@ def train(sizes: Sizes, *, rank: int, world_size: int, master: str, interface: s
     schedule = Schedule1F1B(stage, sizes.num_microbatches, loss_fn=_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
     times_s = []
-    for _ in range(sizes.num_steps):
+    for _ in range(num_steps):
         ids = torch.randint(0, sizes.vocab_size, (sizes.batch_size, sizes.length))
         labels = torch.randint(0, sizes.vocab_size, (sizes.batch_size, sizes.length))
         dist.barrier()
