@@ -26,6 +26,8 @@ LEAST_NBYTES = 1 << 20
 """Smaller arrays are the C library's: it does well with them."""
 _PARTS = 8
 """Size classes between a power of two and the next: at most an eighth of a block is never touched."""
+_LARGE_PAGE_NBYTES = 1 << 21
+"""On most machines."""
 
 
 class BlockPool:
@@ -52,13 +54,13 @@ class BlockPool:
         if nbytes < LEAST_NBYTES:
             return np.empty(num_values, np.float32)
         size = block_nbytes(nbytes)
-        memory = self._take(size)
+        memory = self._take(size, nbytes)
         array = np.frombuffer(memory, np.float32, num_values)
         # Called in whatever thread drops the last reference, and by the garbage collector at any moment: so without a lock.
         weakref.finalize(array, self._returned.append, (size, memory)).atexit = False
         return array
 
-    def _take(self, size: int) -> mmap.mmap:
+    def _take(self, size: int, nbytes: int) -> mmap.mmap:
         with self._lock:
             self._take_back()
             same = self._free.get(size)
@@ -67,7 +69,7 @@ class BlockPool:
                 self._free_nbytes -= size
                 self._forget_if_empty(size)
             else:
-                memory = _fresh(size)
+                memory = _fresh(size, nbytes)
                 self._nbytes += size
             self._most_used_nbytes = max(self._most_used_nbytes, self._nbytes - self._free_nbytes)
             self._give_back()
@@ -99,14 +101,15 @@ def block_nbytes(nbytes: int) -> int:
     return math.ceil(nbytes / part) * part
 
 
-def _fresh(size: int) -> mmap.mmap:
+def _fresh(size: int, nbytes: int) -> mmap.mmap:
+    """A block of `size`, the first `nbytes` of which are going to be written: large pages for these, so that the rest takes none."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # not Unix
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the default is shared with forked processes
-    option = getattr(mmap, "MADV_HUGEPAGE", None)
-    if option is not None:
+    option, whole = getattr(mmap, "MADV_HUGEPAGE", None), nbytes // _LARGE_PAGE_NBYTES * _LARGE_PAGE_NBYTES
+    if option is not None and whole:
         with contextlib.suppress(OSError):  # a kernel without large pages
-            memory.madvise(option)
+            memory.madvise(option, 0, whole)
     return memory
 
 

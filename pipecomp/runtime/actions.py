@@ -78,7 +78,9 @@ class Lane:
         async def finish() -> None:
             then(await future)
 
-        self._calls.append(asyncio.create_task(finish()))
+        task = asyncio.create_task(finish())
+        task.add_done_callback(lambda _: future.cancel())  # a task that is cancelled before it begins awaits nothing
+        self._calls.append(task)
 
     async def room(self) -> None:
         """Wait until no more than one call is left. Raises what a call or its `then` has raised; so do the others here."""

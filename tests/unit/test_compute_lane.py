@@ -100,6 +100,18 @@ async def test_closing_forgets_what_has_not_begun_and_waits_for_nothing(compute:
     assert ran == []
 
 
+async def test_closing_forgets_a_call_that_was_put_at_the_same_moment(compute: ComputeThread) -> None:
+    begun, go_on, ran = threading.Event(), threading.Event(), []
+    lane = Lane(compute, lambda _: None)
+    lane.put("long", lambda: (begun.set(), go_on.wait(10)), lambda _: None)
+    await until(begun)
+    lane.put("never", lambda: ran.append("computed"), lambda _: None)
+    await lane.close()
+    go_on.set()
+    await compute.run(lambda: None)
+    assert ran == []
+
+
 async def test_either_is_over_when_the_input_is_here_or_the_call_has_ended(compute: ComputeThread) -> None:
     go_on = threading.Event()
     lane = Lane(compute, lambda _: None)
