@@ -91,19 +91,21 @@ class ProcessorTime:
 
     def __init__(self, session: int) -> None:
         self._session = session
+        self._num_steps = 0
         self._readings: list[tuple[int, float]] = []
 
     def read(self, num_steps: int) -> None:
-        """Note what was used when so many steps were over."""
-        self._readings.append((num_steps, session_processor_s(self._session)))
+        """Note what was used when so many steps were over. Only the first call at each number tells it: later ones do nothing."""
+        if num_steps > self._num_steps:
+            self._num_steps = num_steps
+            self._readings.append((num_steps, session_processor_s(self._session)))
 
     def per_step_s(self) -> float | None:
-        """Between the first reading after a step and the last one; None if no step lies between them."""
-        begun = [reading for reading in self._readings if reading[0]]
-        if not begun or begun[-1][0] == begun[0][0]:
+        """Between the end of the first step and that of the last one; None if no step lies between them."""
+        # The last one at which all lived: a process that has ended takes its time with it.
+        if not self._readings:
             return None
-        # The last one at which anything lived: a process that has ended takes its time with it.
-        (first, used), (last, used_at_last) = begun[0], max(begun, key=lambda reading: reading[1])
+        (first, used), (last, used_at_last) = self._readings[0], max(self._readings, key=lambda reading: reading[1])
         return (used_at_last - used) / (last - first) if last > first else None
 
 

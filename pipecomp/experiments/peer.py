@@ -49,7 +49,7 @@ SIZES = Sizes(
 )
 _STEPS_AN_EPOCH, _COLD_EPOCHS, _COLD_STEPS_OF_PEER = 3, 2, 1
 _WARM_EPOCHS, _WARM_EPOCHS_UNSHAPED = 2, 10
-_TURN_S = 300.0
+_TURN_S, _POLL_S = 300.0, 0.1
 _PORT = 7700
 
 IDENTITY = {"forward": {"codec": "identity"}, "backward": {"codec": "identity"}}
@@ -146,7 +146,7 @@ def _rate_rows(rate: str, folder: Path, rounds: int) -> list[results.Row]:
 def take_turn(system: str, rate: str, folder: Path) -> list[float]:
     """Start one system on hosts of its own; seconds of each of its warm steps."""
     nbits_per_s = None if rate == UNSHAPED else round(8 * parse_rate(rate, "rate"))
-    with NamespaceHosts(WORLD_SIZE + 1, LinkShape(nbits_per_s)) as hosts:
+    with NamespaceHosts(WORLD_SIZE + 1, LinkShape(nbits_per_s), unshaped=[WORLD_SIZE]) as hosts:
         compression = SYSTEMS[system]
         num_warm = _WARM_EPOCHS_UNSHAPED if rate == UNSHAPED else _WARM_EPOCHS
         if compression is None:
@@ -186,15 +186,19 @@ def _turn_of_pipecomp(hosts: NamespaceHosts, folder: Path, sections: Mapping[str
 
 
 def _wait(system: str, processes: list[subprocess.Popen[str]], logs: list[Path]) -> None:
+    """Until all have ended well; the first that has not is named, whichever it is."""
     deadline = time.monotonic() + _TURN_S
-    for process, log in zip(processes, logs, strict=True):
-        try:
-            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = -1
-        if code:
-            ending = "is not done after five minutes" if code < 0 else f"ended with exit code {code}"
-            raise PipecompError(f"{system}: {log.stem} {ending}; the end of what it said:\n{log.read_text()[-2000:]}")
+    running = dict(zip(processes, logs, strict=True))
+    while running:
+        for process, log in list(running.items()):
+            code = process.poll()
+            if code is None and time.monotonic() < deadline:
+                continue
+            if code != 0:
+                ending = f"is not done after {_TURN_S:g} s" if code is None else f"ended with exit code {code}"
+                raise PipecompError(f"{system}: {log.stem} {ending}; the end of what it said:\n{log.read_text()[-2000:]}")
+            del running[process]
+        time.sleep(_POLL_S)
 
 
 def run_sections(folder: Path, num_epochs: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ FORWARD_S, BACKWARD_S = 0.05, 0.15
 """Of a waiting worker, one microbatch; well above what the demo's layers take."""
 MOST_ERROR = 0.15
 _RUN_S = 600.0
-_POLL_S = 0.2
+_POLL_S = 0.05
 _FIXED = (
     "data.max_train_samples=64",  # four steps an epoch
     "data.max_eval_samples=0",

@@ -82,10 +82,11 @@ class Hosts(abc.ABC):
         return {}
 
     def end(self, process: subprocess.Popen[str]) -> None:
-        """Kill a command and what it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        """Kill a command and what it started; one that is known to have ended is left alone, its number may be another's by now."""
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     @abc.abstractmethod
     def __enter__(self) -> Self: ...
@@ -179,7 +180,8 @@ class NamespaceHosts(Hosts):
         self._names = [f"pc{tag}-h{i + 1}" for i in range(num_hosts)]
         self._subnet = f"10.{77 + secrets.randbelow(100)}.{secrets.randbelow(250)}"
         self._processes: list[subprocess.Popen[str]] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="pipecomp-hosts-"))
+        self._undo = contextlib.ExitStack()
+        self._folder = Path()
 
     def address(self, host: int) -> str:
         """IPv4 address of a host, 0 .. num_hosts - 1."""
@@ -187,6 +189,10 @@ class NamespaceHosts(Hosts):
 
     def __enter__(self) -> Self:
         try:
+            self._folder = Path(tempfile.mkdtemp(prefix="pipecomp-hosts-"))
+            self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            for name in [self._switch, *self._names]:
+                self._undo.callback(subprocess.run, ["ip", "netns", "del", name], check=False, capture_output=True)
             self._build()
         except BaseException:
             self.__exit__()
@@ -194,11 +200,7 @@ class NamespaceHosts(Hosts):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            self.end(process)
-        for name in [*self._names, self._switch]:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._undo.close()
 
     def start(
         self,
@@ -219,6 +221,7 @@ class NamespaceHosts(Hosts):
         inside = ["ip", "netns", "exec", self._names[host], "unshare", "--mount", "sh", "-c", script]
         process = _start(inside, {**kept, "HOME": str(home), **(environment or {})}, log)
         self._processes.append(process)
+        self._undo.callback(self.end, process)
         return process
 
     def cut(self, one: int, other: int) -> None:
