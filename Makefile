@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make install   make $(VENV) and install pipecomp and its tools into it (PYTHON=$(PYTHON))"
 	@echo "make demo      train a small model over slow links, three ways; under four minutes"
-	@echo "make test      run the tests that need no download"
+	@echo "make test      run the quick tests that need no download"
 	@echo "make check     lint, types and import contracts"
 	@echo "make fmt       fix what can be fixed by itself"
 	@echo "make bench     run one benchmark (BENCH=$(BENCH))"

@@ -121,7 +121,7 @@ def worker(
         str, typer.Option(metavar="HOST:PORT", help="Data port that neighbours dial; port 0 takes a free one.")
     ] = "0.0.0.0:0",
     advertise: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="What neighbours dial, if it is not the bound address.")
+        str | None, typer.Option(metavar="HOST[:PORT]", help="What neighbours dial, if not the address that reaches the coordinator.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Read weights from this folder instead of getting them sent.")
