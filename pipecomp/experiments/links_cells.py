@@ -38,8 +38,9 @@ DELAYS_MS = (10.0, 50.0)
 """One way."""
 RUNS = ((FP32, 1), ("fw3bw6", 10))
 """Methods and epochs of whole runs. A step of fp32 is the same in every epoch."""
-STEPS_PER_EPOCH = 5
-"""Of a whole run. The first ones take all memory for the first time, so the middle one of several tells how long a step is."""
+STEPS_PER_EPOCH = 4
+"""Of a whole run: as many as the text is long enough for. The first ones take all memory for the first time, so the median of
+several tells how long a step is."""
 _CHOSEN = ("gpt2-xl", "fw3bw6", "100mbit")
 """The cell that is run again with delays, and whose setting and rate whole runs have."""
 _WARM_UPS, _FP32_WARM_UPS = 4, 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.preparation import read_run
 from pipecomp.errors import ConfigError
 from pipecomp.experiments import links, links_tables, tables
 from pipecomp.experiments.kept import KeptRows
@@ -39,6 +40,14 @@ GPT2_XL, DEBERTA = SETTINGS
 @pytest.fixture(autouse=True)
 def in_the_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+def test_the_text_is_long_enough_for_whole_runs() -> None:
+    run = order_of(Cell("gpt2-xl", "fw3bw6", "100mbit", num_epochs=10))
+    read = read_run(run.config, None)
+    assert (read.batches.steps_per_epoch, read.batches.total_steps) == (STEPS_PER_EPOCH, 10 * STEPS_PER_EPOCH)
+    assert all(read.batches.size(step).samples == GPT2_XL.batch_size for step in range(1, STEPS_PER_EPOCH + 1))
+    assert run.num_warm_up + run.num_measured == 10 * STEPS_PER_EPOCH
 
 
 def order(method: str = "fw3bw6", rate: str = "100mbit", **changes: Any) -> Order:
@@ -385,7 +394,7 @@ def test_a_first_epoch_is_held_to_the_last_one() -> None:
 
 def test_times_of_runs_that_were_not_waited_for_stand_in_brackets() -> None:
     fp32, packed, published = run_table([row(), whole_run("fp32", 1, first=60.0), whole_run()], GPT2_XL)
-    assert fp32 == ["fp32", "300.0 s", "(900 s)", "(3000 s)", "60.00 s", "60.00 s"]
-    assert packed == ["fw3bw6", "49.5 s", "139.5 s", "454.5 s", "9.90 s", "9.00 s"]
-    assert published == ["fp32, as published", "(320 s)", "(960 s)", "(3200 s)", "(64.0 s)", "(64.0 s)"]
+    assert fp32 == ["fp32", "240.0 s", "(720 s)", "(2400 s)", "60.00 s", "60.00 s"]
+    assert packed == ["fw3bw6", "39.6 s", "111.6 s", "363.6 s", "9.90 s", "9.00 s"]
+    assert published == ["fp32, as published", "(256 s)", "(768 s)", "(2560 s)", "(64.0 s)", "(64.0 s)"]
     assert run_table([row()], GPT2_XL) == []
