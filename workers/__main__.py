@@ -12,7 +12,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--name", default="")
     parser.add_argument("--bind", default="0.0.0.0:0", metavar="HOST:PORT", help="data port that neighbours dial")
-    parser.add_argument("--advertise", metavar="HOST[:PORT]", help="what neighbours dial, if it is not the address that reaches the coordinator")
+    parser.add_argument("--advertise", metavar="HOST[:PORT]", help="what neighbours dial, if not the address used to join")
     parser.add_argument("--model", metavar="FOLDER", help="read weights from here instead of getting them sent")
     parser.add_argument("--config-hash", default="", metavar="HASH", help="take part only in a run of this configuration")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads; 0: as many as there are cores")

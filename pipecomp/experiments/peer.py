@@ -4,9 +4,9 @@ run files, hosts and commands.
 Four hosts are network namespaces of this machine, each sending and receiving at the rate of the row; a fifth, unshaped, has the
 coordinator. At each rate the systems take turns, `ROUNDS` times in one run, so that whatever else the machine does falls on all.
 A turn starts the processes anew; its figure is the median over its steps, the first ones left out: for the peer one, for
-pipecomp the epochs in which kernels are new and messages are first visits. Of what is left, both systems take the same number, and
-more without shaped links: there a few percent decide, and a machine is that much faster or slower for seconds on end. What counts
-is the median over the turns.
+pipecomp the epochs in which kernels are new and messages are first visits. Of what is left, both systems take the same number,
+and more without shaped links: there a few percent decide, and a machine is that much faster or slower for seconds on end. What
+counts is the median over the turns.
 
 Both systems are given the same number of cores, one thread a stage, the same sizes, AdamW, 1F1B. The labels are random for the
 peer and text for pipecomp; neither changes the arithmetic of a step.
@@ -170,7 +170,7 @@ def _turn_of_peer(hosts: NamespaceHosts, folder: Path, num_steps: int) -> list[f
     return times_s
 
 
-def _turn_of_pipecomp(hosts: NamespaceHosts, folder: Path, sections: Mapping[str, Any]) -> list[float]:
+def _turn_of_pipecomp(hosts: NamespaceHosts, folder: Path, sections: dict[str, Any]) -> list[float]:
     run_file, log = folder / "run.toml", folder / "steps.jsonl"
     run_file.write_text(resolved_toml(parse_run_config(sections)))
     program, meeting = str(Path(sys.executable).with_name("pipecomp")), f"{hosts.address(WORLD_SIZE)}:{_PORT}"

@@ -102,7 +102,7 @@ def block_nbytes(nbytes: int) -> int:
 
 
 def _fresh(size: int, nbytes: int) -> mmap.mmap:
-    """A block of `size`, the first `nbytes` of which are going to be written: large pages for these, so that the rest takes none."""
+    """A block of `size`, whose first `nbytes` are going to be written: large pages for these, so that the rest takes none."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # not Unix
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the default is shared with forked processes

@@ -82,7 +82,7 @@ class Hosts(abc.ABC):
         return {}
 
     def end(self, process: subprocess.Popen[str]) -> None:
-        """Kill a command and what it started; one that is known to have ended is left alone, its number may be another's by now."""
+        """Kill a command and what it started; not one that is known to have ended, whose number may be another's by now."""
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
