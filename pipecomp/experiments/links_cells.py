@@ -266,17 +266,21 @@ def message_nbytes(setting: Setting, config: RunConfig, kind: Kind, *, first_vis
     return setting.samples * make_codec(config, kind).encoded_nbytes(setting.spec, first_visit=first_visit)
 
 
-def expected_payload(order: Order) -> dict[str, int]:
-    """Bytes of all links and steps of a cell's run, by kind, if no sample is sent afresh."""
-    num_messages = (order.setting.num_stages - 1) * order.setting.num_microbatches
-    num_steps = order.num_warm_up + order.num_measured
-    num_first = STEPS_PER_EPOCH if order.cell.num_epochs else 1
+def expected_payload(order: Order, lengths: Sequence[int]) -> dict[str, int]:
+    """Bytes of all links and steps of a cell's run, by kind, if no sample is sent afresh.
+
+    Args:
+        order: of the cell.
+        lengths: tokens of each sample that is trained on; the last one of a text may be short.
+    """
+    num_links, num_samples = order.setting.num_stages - 1, (order.num_warm_up + order.num_measured) * order.setting.batch_size
+    num_epochs = num_samples // len(lengths)
     expected = {}
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        first, later = (
-            message_nbytes(order.setting, order.config, kind, first_visit=is_first) for is_first in (True, False)
-        )
-        expected[kind.value] = num_messages * (num_first * first + (num_steps - num_first) * later)
+        codec = make_codec(order.config, kind)
+        specs = [TensorSpec(length, order.setting.num_columns) for length in lengths]
+        first, later = (sum(codec.encoded_nbytes(spec, first_visit=is_first) for spec in specs) for is_first in (True, False))
+        expected[kind.value] = num_links * (first + (num_epochs - 1) * later)
     return expected
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coordinator.preparation import read_run
 from pipecomp.config import resolved_toml
 from pipecomp.errors import PipecompError
 from pipecomp.experiments.links_cells import Order, expected_payload, on_paper
@@ -208,7 +209,7 @@ def _load(begun: Processors, ended: Processors, num_steps: int) -> Figures:
 
 
 def _traffic(order: Order, summary: dict[str, Any]) -> Figures:
-    expected = expected_payload(order)
+    expected = expected_payload(order, [int(length) for length in read_run(order.config, None).batches.lengths])
     kinds = {kind: summary["traffic"][kind] for kind in expected}
     forward = [link["forward"] for link in summary["links"].values()]
     changes = [link["delta_ratio"] for link in forward if link["delta_ratio"] is not None]

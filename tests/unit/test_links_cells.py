@@ -164,13 +164,13 @@ def test_settings_that_change_figures_change_the_hash_and_the_folder_does_not(
 def test_expected_bytes_of_fp32_are_four_a_value() -> None:
     made = order("fp32")
     num_values = 7 * 32 * 1024 * 1600 * (made.num_warm_up + made.num_measured)
-    assert expected_payload(made) == {"forward": 4 * num_values, "backward": 4 * num_values}
+    assert expected_payload(made, [1024] * 32) == {"forward": 4 * num_values, "backward": 4 * num_values}
 
 
 def test_first_visits_are_expected_once_and_changes_after_it() -> None:
     made = order(num_rows=64, num_columns=128)
     values = 7 * 32 * 64 * 128
-    per_step = {kind: 8 * nbytes / values for kind, nbytes in expected_payload(made).items()}
+    per_step = {kind: 8 * nbytes / values for kind, nbytes in expected_payload(made, [64] * 32).items()}
     num_steps = made.num_warm_up + made.num_measured
     assert 3.1 < (per_step["forward"] - 4.5) / (num_steps - 1) < 3.6  # bits a value; a first visit takes more, but once
     assert 6 * num_steps < per_step["backward"] < 6.5 * num_steps
@@ -382,9 +382,16 @@ def per_epoch(nbits: float) -> int:
 
 
 def test_a_whole_runs_first_visits_are_those_of_one_epoch() -> None:
-    once, again = (expected_payload(order_of(HEADLINE._replace(num_epochs=num)))["forward"] for num in (2, 3))
+    lengths = [1024] * 32 * STEPS_PER_EPOCH
+    once, again = (expected_payload(order_of(HEADLINE._replace(num_epochs=num)), lengths)["forward"] for num in (2, 3))
     first, later = 4.25, 3.25  # bits a value, scales of groups of 64 included
     assert (again - once, once) == (per_epoch(later), per_epoch(first) + per_epoch(later))
+
+
+def test_a_short_last_sample_is_expected_to_take_what_it_needs() -> None:
+    made = order_of(HEADLINE._replace(method="fp32", num_epochs=2))
+    full, short = (expected_payload(made, [1024] * 127 + [last])["backward"] for last in (1024, 258))
+    assert full - short == 7 * 2 * 4 * 1600 * (1024 - 258)
 
 
 def test_a_first_epoch_is_held_to_the_last_one() -> None:
