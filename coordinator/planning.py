@@ -1,6 +1,7 @@
 """`pipecomp plan`: a run on paper, before anything is trained. Reads the run's files, and measures this machine or reads figures.
 
     figures of a file        each worker on a machine of its own, as the file says
+    workers that join        each measures its machine and its links, and is sent away again
     apart                    each worker on a machine of its own that is like this one; links as the run file throttles them
     else                     all workers on this machine, as `pipecomp launch` starts them; links likewise
 """
@@ -18,6 +19,7 @@ import msgspec
 
 from coordinator.plan_text import format_plan
 from coordinator.preparation import ReadRun, read_run
+from coordinator.surveying import survey_machines
 from coordinator.work import Way, ways_of, work_of
 from pipecomp.config import RunConfig, config_hash
 from pipecomp.errors import ConfigError
@@ -54,24 +56,38 @@ class Plan(NamedTuple):
         }
 
 
-def run_plan(config: RunConfig, *, figures: str | None, apart: bool, as_json: bool, cache_folder: Path | None) -> int:
+class Source(NamedTuple):
+    """Where the machines' speeds are from; nothing: this machine, which all workers share."""
+
+    figures: str | None = None
+    """A file."""
+    bind: str | None = None
+    """HOST:PORT where workers join, to be measured."""
+    apart: bool = False
+    """As many machines like this one."""
+
+
+def run_plan(config: RunConfig, source: Source, *, as_json: bool, cache_folder: Path | None) -> int:
     """Plan, and print it for a person or as JSON.
 
     Raises:
         ConfigError: the run file or the figures cannot be used.
+        AddressError, SurveyFailed: workers that join were to be measured, and could not be.
     """
-    plan = make_plan(config, figures=figures, apart=apart, cache_folder=cache_folder)
+    plan = make_plan(config, source, cache_folder=cache_folder)
     sys.stdout.write((json.dumps(as_tree(plan), indent=2) if as_json else format_plan(plan)) + "\n")
     return 0
 
 
-def make_plan(config: RunConfig, *, figures: str | None, apart: bool, cache_folder: Path | None) -> Plan:
+def make_plan(config: RunConfig, source: Source, *, cache_folder: Path | None) -> Plan:
     """Read, measure and compare."""
-    num_workers = config.cluster.num_stages
-    machines = None if figures is None else parse_figures(_read(figures), num_workers, figures)
+    figures = source.figures
+    machines = None if figures is None else parse_figures(_read(figures), config.cluster.num_stages, figures)
     run = read_run(config, cache_folder)
     lengths = run.batches.usual_lengths()
-    cluster = _probed_cluster(config, run, apart=apart) if machines is None else Cluster(machines)
+    if source.bind is not None:
+        machines = survey_machines(config, run, source.bind, lengths)
+    cluster = _probed_cluster(config, run, apart=source.apart) if machines is None else Cluster(machines)
     work = work_of(config, run, kept_nbytes(config, run.model, lengths), deferred_nbytes(config, run.model, lengths))
     ways = ways_of(config, run)
     schedule = make_schedule(config)

@@ -165,19 +165,7 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
         ConfigError: the run file names something that cannot be used.
     """
     run = read_run(config, cache_folder)
-    terms = RunTerms(
-        config_hash=config_hash(config),
-        model_hash=run.opened.hash,  # what a worker's own folder has, whatever classes the data gives the model
-        tokenizer_hash=tokenizer_hash(run.tokenizer),
-        stages=tuple(
-            StageSplit(stage, rank, shard.first_layer, shard.end_layer)
-            for stage, (shard, rank) in enumerate(zip(run.stage_plan.shards, run.stage_plan.ranks, strict=True))
-        ),
-        steps_per_epoch=run.batches.steps_per_epoch,
-        total_steps=run.batches.total_steps,
-        batch_size=run.batches.size,
-        evaluation_sizes=run.batches.evaluation_sizes,
-    )
+    terms = terms_of(config, run)
     return PreparedRun(
         config,
         run.model,
@@ -189,6 +177,23 @@ def prepare_run(config: RunConfig, cache_folder: Path | None) -> PreparedRun:
         tokenizer_files(run.tokenizer),
         terms,
         run.notes,
+    )
+
+
+def terms_of(config: RunConfig, run: ReadRun) -> RunTerms:
+    """What workers are held against, and how long the run is."""
+    return RunTerms(
+        config_hash=config_hash(config),
+        model_hash=run.opened.hash,  # what a worker's own folder has, whatever classes the data gives the model
+        tokenizer_hash=tokenizer_hash(run.tokenizer),
+        stages=tuple(
+            StageSplit(stage, rank, shard.first_layer, shard.end_layer)
+            for stage, (shard, rank) in enumerate(zip(run.stage_plan.shards, run.stage_plan.ranks, strict=True))
+        ),
+        steps_per_epoch=run.batches.steps_per_epoch,
+        total_steps=run.batches.total_steps,
+        batch_size=run.batches.size,
+        evaluation_sizes=run.batches.evaluation_sizes,
     )
 
 

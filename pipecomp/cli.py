@@ -121,7 +121,7 @@ def worker(
         str, typer.Option(metavar="HOST:PORT", help="Data port that neighbours dial; port 0 takes a free one.")
     ] = "0.0.0.0:0",
     advertise: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="What neighbours dial, if not the address that reaches the coordinator.")
+        str | None, typer.Option(metavar="HOST[:PORT]", help="What neighbours dial, if not the address used to join.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Read weights from this folder instead of getting them sent.")
@@ -167,6 +167,10 @@ def plan(
     figures: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What the machines can do, as TOML or JSON. Default: measure this one.")
     ] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Measure the workers that join here, and the links between them."),
+    ] = None,
     apart: Annotated[
         bool, typer.Option("--apart", help="Take each worker to have a machine like this one to itself.")
     ] = False,
@@ -174,18 +178,18 @@ def plan(
     overrides: Overrides = None,
 ) -> None:
     """Predict time, bytes and memory of a run before it trains, and say what to change."""
-    if figures is not None and apart:
-        raise typer.BadParameter("the file says already which machines there are", param_hint="--apart with --figures")
+    if (figures is not None) + (bind is not None) + apart > 1:
+        raise typer.BadParameter("choose one: each says which machines there are", param_hint="--figures, --bind, --apart")
     from pipecomp.config import load_run_config
 
     config = load_run_config(run, overrides or ())
-    from coordinator.planning import run_plan
+    from coordinator.planning import Source, run_plan
     from coordinator.process import cache_folder
     from pipecomp.runtime.rehearsal import check_plugins
 
     check_plugins(config, str(run))
-    folder = cache_folder()
-    _leave(run_plan(config, figures=_text(figures), apart=apart, as_json=json, cache_folder=folder))
+    source = Source(_text(figures), bind, apart)
+    _leave(run_plan(config, source, as_json=json, cache_folder=cache_folder()))
 
 
 @bench.command()

@@ -9,9 +9,13 @@ from pipecomp.protocol.messages import (
     Commit,
     EvaluationPlan,
     LayerNorms,
+    LinkSurveyed,
+    MachineSurveyed,
     Message,
     StepPlan,
     StepReport,
+    SurveyLink,
+    SurveyMachine,
     Traffic,
 )
 
@@ -75,6 +79,12 @@ class WeightsUploaded(_Value, frozen=True, kw_only=True):
     traffic: tuple[Traffic, ...]
 
 
+class Surveyed(_Value, frozen=True, kw_only=True):
+    """What was to be measured has been."""
+
+    found: MachineSurveyed | LinkSurveyed
+
+
 class WorkFailed(_Value, frozen=True, kw_only=True):
     """Something here went wrong for good."""
 
@@ -111,6 +121,7 @@ Event = (
     | StepAborted
     | EvaluationFinished
     | WeightsUploaded
+    | Surveyed
     | WorkFailed
     | LinkFailed
     | CoordinatorGone
@@ -158,6 +169,12 @@ class UploadWeights(_Value, frozen=True, kw_only=True):
     pass
 
 
+class Survey(_Value, frozen=True, kw_only=True):
+    """Measure this machine, or a link."""
+
+    order: SurveyMachine | SurveyLink
+
+
 class Finish(_Value, frozen=True, kw_only=True):
     """End the process."""
 
@@ -165,4 +182,4 @@ class Finish(_Value, frozen=True, kw_only=True):
     reason: str
 
 
-Effect = Send | Load | RunStep | ApplyCommit | ApplyAbort | RunEvaluation | UploadWeights | Finish
+Effect = Send | Load | RunStep | ApplyCommit | ApplyAbort | RunEvaluation | UploadWeights | Survey | Finish

@@ -13,7 +13,7 @@ import torch
 
 from pipecomp.config import ModelConfig, RunConfig, parse_run_config
 from pipecomp.errors import ConfigError, PeerLost, PipecompError, RemoteProtocolError
-from pipecomp.models.base import StageModule
+from pipecomp.models.base import Model, StageModule
 from pipecomp.protocol import messages as m
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
@@ -25,6 +25,7 @@ from pipecomp.runtime.trace import Recorder
 from pipecomp.transport.base import Address, Transport
 from pipecomp.units import parse_rate
 from workers import events as e
+from workers.survey import describe_survey, num_cores, survey_link, survey_machine
 
 _CONNECT_S = 60.0
 _UPLOAD_S = 24 * 3600.0
@@ -106,11 +107,26 @@ class AssignedWork:
 
         return tokenizer_hash(load_tokenizer(self._model_folder))
 
+    # ------------------------------------------------------------ measuring
+
+    async def survey(self, order: m.SurveyMachine | m.SurveyLink) -> e.Event:
+        """Measure for a plan: the model's layers here, or the way to a neighbour."""
+        self._note(describe_survey(order))
+        if isinstance(order, m.SurveyLink):
+            return e.Surveyed(found=await survey_link(order, self._shaped, self._name))
+        config = parse_run_config(order.config, "the coordinator's configuration")
+        self._shape(config)
+        threads = self._num_threads or order.num_threads or num_cores()
+        self._compute = self._compute or ComputeThread(num_threads=threads)
+        model = await self._compute.run(self._model, order.model_config, config, order.model_hash)
+        return e.Surveyed(found=await self._compute.run(survey_machine, order, config, model, threads))
+
     # ------------------------------------------------------------ loading
 
     async def listen(self) -> Address:
         """Bind the data port; the address that neighbours dial."""
         from pipecomp.runtime.link import LinkHub
+        from pipecomp.runtime.link_speed import serve
         from pipecomp.transport.shaped import ShapedTransport
 
         if self._transport is None:
@@ -118,13 +134,12 @@ class AssignedWork:
 
             self._transport = ZeromqTransport()
         self._shaped = ShapedTransport(self._transport, rate_nbytes_per_s=None, latency_s=0.0)
-        self._hub = LinkHub(self._shaped, worker=self._name, recorder=self.recorder)
+        self._hub = LinkHub(self._shaped, worker=self._name, recorder=self.recorder, guests={m.SpeedProbe: serve})
         bound: Address = await self._hub.listen(self._data_address)
         return _advertised(bound, self._advertise)
 
     async def load(self, assignment: m.Assignment, weights_address: Address) -> e.Event:
         """Build the shards, fetch their weights, open every link."""
-        from pipecomp.models import model_from_config
         from pipecomp.runtime.assembly import PipelineMaker, build_modules, connect, own_stages
         from pipecomp.runtime.engine import Engine
         from pipecomp.runtime.rehearsal import rehearse_codecs
@@ -135,16 +150,7 @@ class AssignedWork:
         threads = self._num_threads or assignment.num_threads
         self._compute = self._compute or ComputeThread(num_threads=threads)
         self._note(f"building {', '.join(str(s.stage) for s in own_stages(assignment))}")
-        model = await self._compute.run(
-            functools.partial(
-                model_from_config, assignment.model_config, freeze=config.model.freeze, dropout=config.model.dropout
-            )
-        )
-        if model.hash != assignment.model_hash:
-            raise ConfigError(
-                f"the model built here has hash {model.hash}, the coordinator's has {assignment.model_hash}: install the same "
-                "transformers version on both"
-            )
+        model = await self._compute.run(self._model, assignment.model_config, config, assignment.model_hash)
         if model.plan.tied is not None:
             self._aliases = {model.plan.tied.alias: model.plan.tied.name}
         self._codec_threads = CodecThreads()
@@ -181,6 +187,17 @@ class AssignedWork:
             num_trainable=sum(p.numel() for p in trained),
             peak_memory_nbytes=peak_memory_nbytes(),
         )
+
+    def _model(self, model_config: dict[str, Any], config: RunConfig, expected_hash: str) -> Model:
+        from pipecomp.models import model_from_config
+
+        model = model_from_config(model_config, freeze=config.model.freeze, dropout=config.model.dropout)
+        if model.hash != expected_hash:
+            raise ConfigError(
+                f"the model built here has hash {model.hash}, the coordinator's has {expected_hash}: install the same "
+                "transformers version on both"
+            )
+        return model
 
     async def _fetch(self, assignment: m.Assignment) -> dict[str, torch.Tensor]:
         from pipecomp.runtime.weights import fetch_tensors, read_own_tensors

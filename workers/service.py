@@ -41,6 +41,7 @@ from workers import events as e
 from workers.addresses import check_advertised, source_address, with_scheme
 from workers.job import AssignedWork
 from workers.state import Phase, WorkerState
+from workers.survey import describe_survey, num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +197,9 @@ class WorkerService:
                 self._start(self._abort(step), f"abort {step}")
             case e.RunEvaluation(plan=plan, buffers=buffers):
                 self._start(work.evaluate(plan, buffers), f"evaluation {plan.evaluation}")
+            case e.Survey(order=order):
+                self._say(f"{self.options.name}: {describe_survey(order)}")
+                self._start(work.survey(order), "survey")
             case e.UploadWeights():
                 self._say(f"{self.options.name}: sending the trained layers back")
                 self._start(work.upload(), "send weights")
@@ -262,7 +266,7 @@ class WorkerService:
             process_id=os.getpid(),
             data_address=data_address,
             device=self.options.device,
-            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            num_cores=num_cores(),
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             message_memory_nbytes=self.options.message_memory_nbytes,
             message_disk_nbytes=self.options.message_disk_nbytes,

@@ -9,6 +9,7 @@ threads. Everything about phases and transitions is in this file.
                        |  Abort                    |  Abort                  StepAborted
                        +---------------------------+------------> ABORTING ---------------> IDLE
     IDLE --EvaluationPlan--> EVALUATING --> IDLE          IDLE --SendWeights--> UPLOADING --> IDLE
+    WAITING --SurveyMachine, SurveyLink--> SURVEYING --> WAITING
     anywhere --Stop--> STOPPED          anywhere --failure--> FAILED
 
 A plan that arrives while the step before it is being committed or aborted waits, and so does its abort: another worker may
@@ -30,6 +31,7 @@ from workers import events as e
 class Phase(enum.Enum):
     JOINING = "joining"
     WAITING = "waiting for its assignment"
+    SURVEYING = "measuring for a plan"
     LOADING = "loading"
     IDLE = "idle"
     RUNNING = "running a step"
@@ -47,6 +49,9 @@ TRANSITIONS: Mapping[tuple[Phase, type], Phase] = MappingProxyType(
     {
         (_P.JOINING, m.Welcome): _P.WAITING,
         (_P.WAITING, m.Assignment): _P.LOADING,
+        (_P.WAITING, m.SurveyMachine): _P.SURVEYING,
+        (_P.WAITING, m.SurveyLink): _P.SURVEYING,
+        (_P.SURVEYING, e.Surveyed): _P.WAITING,
         (_P.LOADING, e.Loaded): _P.IDLE,
         (_P.IDLE, m.StepPlan): _P.RUNNING,
         (_P.RUNNING, e.StepPrepared): _P.PREPARED,
@@ -138,6 +143,8 @@ class WorkerState:
                         traffic=event.traffic,
                     )
                 )
+            case e.Surveyed(found=found):
+                return [e.Send(message=found)]
             case e.WeightsUploaded(num_tensors=count, traffic=traffic):
                 return self._then_queued(m.WeightsSent(epoch=self._epoch, num_tensors=count, traffic=traffic))
         raise LocalProtocolError(f"no effect is known for {event}")
@@ -150,6 +157,8 @@ class WorkerState:
             case m.Assignment():
                 self.assignment = message
                 return [e.Load(assignment=message)]
+            case m.SurveyMachine() | m.SurveyLink():
+                return [e.Survey(order=message)]
             case m.StepPlan():
                 self._check_epoch(message.epoch)
                 self.plan = message

@@ -22,6 +22,8 @@ Control session: a worker dials the coordinator.              Data links: a work
     Failed | Goodbye         ->
                              <-     Stop
 
+Before a plan, machines and links are measured by the messages of `surveying`.
+
 A message with raw buffers has a field `buffer_nbytes`: the length of each frame that follows the header. `sequence` numbers
 the messages of one direction of one link from 0; the link sets it. Unknown fields are ignored, so that versions can differ
 by one. Times are seconds; losses and norms are fp64.
@@ -30,8 +32,6 @@ by one. Times are seconds; losses and norms are fp64.
 from __future__ import annotations
 
 from typing import Any
-
-import msgspec
 
 from pipecomp.protocol.clocks import RoundTrip as RoundTrip  # noqa: PLC0414 - parts of messages are had from here too
 from pipecomp.protocol.parts import LayerNorms as LayerNorms  # noqa: PLC0414
@@ -43,19 +43,27 @@ from pipecomp.protocol.reports import LinkMeter as LinkMeter  # noqa: PLC0414
 from pipecomp.protocol.reports import StepReport as StepReport  # noqa: PLC0414
 from pipecomp.protocol.reports import StoreMeter as StoreMeter  # noqa: PLC0414
 from pipecomp.protocol.reports import Traffic as Traffic  # noqa: PLC0414
+from pipecomp.protocol.surveying import Echo as Echo  # noqa: PLC0414
+from pipecomp.protocol.surveying import LayerFigures as LayerFigures  # noqa: PLC0414
+from pipecomp.protocol.surveying import LinkSurveyed as LinkSurveyed  # noqa: PLC0414
+from pipecomp.protocol.surveying import MachineSurveyed as MachineSurveyed  # noqa: PLC0414
+from pipecomp.protocol.surveying import SpeedChunk as SpeedChunk  # noqa: PLC0414
+from pipecomp.protocol.surveying import SpeedProbe as SpeedProbe  # noqa: PLC0414
+from pipecomp.protocol.surveying import SpeedTaken as SpeedTaken  # noqa: PLC0414
+from pipecomp.protocol.surveying import SpeedTold as SpeedTold  # noqa: PLC0414
+from pipecomp.protocol.surveying import SpeedTurn as SpeedTurn  # noqa: PLC0414
+from pipecomp.protocol.surveying import SurveyLink as SurveyLink  # noqa: PLC0414
+from pipecomp.protocol.surveying import SurveyMachine as SurveyMachine  # noqa: PLC0414
+from pipecomp.protocol.tagged import Tagged
 from pipecomp.types import Kind
 
 PROTOCOL_VERSION = 1
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
-    pass
-
-
 # ---------------------------------------------------------------- joining
 
 
-class Join(_Message, frozen=True, kw_only=True):
+class Join(Tagged, frozen=True, kw_only=True):
     """A worker asks to take part. An empty hash claims nothing; one that is given must equal the coordinator's."""
 
     protocol_version: int
@@ -75,14 +83,14 @@ class Join(_Message, frozen=True, kw_only=True):
     tokenizer_hash: str = ""
 
 
-class Refused(_Message, frozen=True, kw_only=True):
+class Refused(Tagged, frozen=True, kw_only=True):
     """The worker may not join; `reason` names both values that differ and what to do."""
 
     worker: str
     reason: str
 
 
-class Welcome(_Message, frozen=True, kw_only=True):
+class Welcome(Tagged, frozen=True, kw_only=True):
     """The worker is in; it waits for its assignment."""
 
     run: str
@@ -92,7 +100,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     heartbeat_timeout_s: float
 
 
-class Assignment(_Message, frozen=True, kw_only=True):
+class Assignment(Tagged, frozen=True, kw_only=True):
     """What a worker holds and how the run goes. The same for all workers but for `rank` and `tensors`."""
 
     run: str
@@ -109,7 +117,7 @@ class Assignment(_Message, frozen=True, kw_only=True):
     num_threads: int  # torch threads; 0: the worker decides
 
 
-class Ready(_Message, frozen=True, kw_only=True):
+class Ready(Tagged, frozen=True, kw_only=True):
     """The worker has its weights and its links."""
 
     epoch: int
@@ -121,7 +129,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- steps
 
 
-class StepPlan(_Message, frozen=True, kw_only=True):
+class StepPlan(Tagged, frozen=True, kw_only=True):
     """One optimizer step. Buffers: `input_ids` and `labels` (int32, little-endian, samples joined without padding, in order
     of microbatches) where the receiving worker needs them. A classifier's labels are one for each sample: its class."""
 
@@ -135,7 +143,7 @@ class StepPlan(_Message, frozen=True, kw_only=True):
     buffer_nbytes: tuple[int, ...]
 
 
-class Prepared(_Message, frozen=True, kw_only=True):
+class Prepared(Tagged, frozen=True, kw_only=True):
     """The worker's gradients are complete; it can commit or abort. `loss_sums` (one a microbatch) only from the head."""
 
     epoch: int
@@ -144,7 +152,7 @@ class Prepared(_Message, frozen=True, kw_only=True):
     layer_norms: tuple[LayerNorms, ...]
 
 
-class StepFailed(_Message, frozen=True, kw_only=True):
+class StepFailed(Tagged, frozen=True, kw_only=True):
     """The step cannot be prepared here (values not finite, say); the coordinator aborts it everywhere."""
 
     epoch: int
@@ -153,7 +161,7 @@ class StepFailed(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Commit(_Message, frozen=True, kw_only=True):
+class Commit(Tagged, frozen=True, kw_only=True):
     """Apply the step: scale the gradients by `clip_coefficient`, step the optimizer, make staged messages current."""
 
     epoch: int
@@ -162,7 +170,7 @@ class Commit(_Message, frozen=True, kw_only=True):
     clip_coefficient: float
 
 
-class Abort(_Message, frozen=True, kw_only=True):
+class Abort(Tagged, frozen=True, kw_only=True):
     """Forget the step: gradients and staged messages."""
 
     epoch: int
@@ -170,18 +178,18 @@ class Abort(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Committed(_Message, frozen=True, kw_only=True):
+class Committed(Tagged, frozen=True, kw_only=True):
     epoch: int
     step: int
     report: StepReport
 
 
-class Aborted(_Message, frozen=True, kw_only=True):
+class Aborted(Tagged, frozen=True, kw_only=True):
     epoch: int
     step: int
 
 
-class EvaluationPlan(_Message, frozen=True, kw_only=True):
+class EvaluationPlan(Tagged, frozen=True, kw_only=True):
     """Forward passes only; touches no message and no weight. Buffers as in StepPlan."""
 
     epoch: int
@@ -192,7 +200,7 @@ class EvaluationPlan(_Message, frozen=True, kw_only=True):
     buffer_nbytes: tuple[int, ...]
 
 
-class Evaluated(_Message, frozen=True, kw_only=True):
+class Evaluated(Tagged, frozen=True, kw_only=True):
     """`loss_sums` (one a microbatch) only from the head; `traffic` as in StepReport."""
 
     epoch: int
@@ -205,7 +213,7 @@ class Evaluated(_Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- life and end
 
 
-class Heartbeat(_Message, frozen=True, kw_only=True):
+class Heartbeat(Tagged, frozen=True, kw_only=True):
     sent_at_s: float
     activity: str  # for people: "forward of microbatch 3 on stage 1, step 17"
     step: int
@@ -213,12 +221,12 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     round_trips: tuple[RoundTrip, ...] = ()  # that have ended since the last heartbeat
 
 
-class HeartbeatReply(_Message, frozen=True, kw_only=True):
+class HeartbeatReply(Tagged, frozen=True, kw_only=True):
     sent_at_s: float
     answered_at_s: float = 0.0  # by the coordinator's clock
 
 
-class Spans(_Message, frozen=True, kw_only=True):
+class Spans(Tagged, frozen=True, kw_only=True):
     """What the worker did, and when by its own clock. Buffers: one, as `pipecomp.protocol.spans` lays it out."""
 
     names: tuple[str, ...]  # of lanes and links; records say which
@@ -226,19 +234,19 @@ class Spans(_Message, frozen=True, kw_only=True):
     buffer_nbytes: tuple[int, ...]
 
 
-class SendWeights(_Message, frozen=True, kw_only=True):
+class SendWeights(Tagged, frozen=True, kw_only=True):
     """Send the trained tensors of your stages over the weights link."""
 
     epoch: int
 
 
-class WeightsSent(_Message, frozen=True, kw_only=True):
+class WeightsSent(Tagged, frozen=True, kw_only=True):
     epoch: int
     num_tensors: int
     traffic: tuple[Traffic, ...]
 
 
-class Failed(_Message, frozen=True, kw_only=True):
+class Failed(Tagged, frozen=True, kw_only=True):
     """The worker cannot go on; it ends after this."""
 
     worker: str
@@ -247,7 +255,7 @@ class Failed(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class LinkLost(_Message, frozen=True, kw_only=True):
+class LinkLost(Tagged, frozen=True, kw_only=True):
     """A neighbour cannot be reached any more; the coordinator finds out which end is at fault."""
 
     link: str
@@ -255,14 +263,14 @@ class LinkLost(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Stop(_Message, frozen=True, kw_only=True):
+class Stop(Tagged, frozen=True, kw_only=True):
     """The run is over; `failed` says that it ended badly."""
 
     reason: str
     failed: bool
 
 
-class Goodbye(_Message, frozen=True, kw_only=True):
+class Goodbye(Tagged, frozen=True, kw_only=True):
     """The worker leaves (after Stop, or because its own user asked for it)."""
 
     worker: str
@@ -272,7 +280,7 @@ class Goodbye(_Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- data links
 
 
-class LinkHello(_Message, frozen=True, kw_only=True):
+class LinkHello(Tagged, frozen=True, kw_only=True):
     """First message of each end on each new connection of a link; asks to go on from `next_sequence`."""
 
     run: str
@@ -282,13 +290,13 @@ class LinkHello(_Message, frozen=True, kw_only=True):
     next_sequence: int
 
 
-class Ack(_Message, frozen=True, kw_only=True):
+class Ack(Tagged, frozen=True, kw_only=True):
     """Every message up to and including `sequence` has been taken; its credit is free again."""
 
     sequence: int
 
 
-class Resend(_Message, frozen=True, kw_only=True):
+class Resend(Tagged, frozen=True, kw_only=True):
     """The receiver does not hold the message that a sample was coded against; the sender should send its own, whole."""
 
     sequence: int
@@ -299,7 +307,7 @@ class Resend(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Resent(_Message, frozen=True, kw_only=True):
+class Resent(Tagged, frozen=True, kw_only=True):
     """The sender's message of a sample, as its store keeps it: the answer to Resend. Buffers: one; none where the sender has
     lost it too, and then `reason` says why."""
 
@@ -317,7 +325,7 @@ class Resent(_Message, frozen=True, kw_only=True):
     buffer_nbytes: tuple[int, ...]
 
 
-class TensorMessage(_Message, frozen=True, kw_only=True):
+class TensorMessage(Tagged, frozen=True, kw_only=True):
     """Activations (forward, evaluation) or their gradients (backward) of one microbatch. Buffers: one a sample."""
 
     sequence: int
@@ -335,7 +343,7 @@ class TensorMessage(_Message, frozen=True, kw_only=True):
     buffer_nbytes: tuple[int, ...]
 
 
-class GradientMessage(_Message, frozen=True, kw_only=True):
+class GradientMessage(Tagged, frozen=True, kw_only=True):
     """A piece of one parameter's gradient (kind tied). Buffers: one."""
 
     sequence: int
@@ -352,7 +360,7 @@ class GradientMessage(_Message, frozen=True, kw_only=True):
     buffer_nbytes: tuple[int, ...]
 
 
-class WeightsRequest(_Message, frozen=True, kw_only=True):
+class WeightsRequest(Tagged, frozen=True, kw_only=True):
     """Asks the coordinator for bytes `offset .. offset + nbytes` of a checkpoint tensor."""
 
     sequence: int
@@ -361,7 +369,7 @@ class WeightsRequest(_Message, frozen=True, kw_only=True):
     nbytes: int
 
 
-class WeightsChunk(_Message, frozen=True, kw_only=True):
+class WeightsChunk(Tagged, frozen=True, kw_only=True):
     """Bytes of a checkpoint tensor, in either direction. Buffers: one."""
 
     sequence: int
@@ -397,10 +405,15 @@ ControlMessage = (
     | LinkLost
     | Stop
     | Goodbye
+    | SurveyMachine
+    | MachineSurveyed
+    | SurveyLink
+    | LinkSurveyed
 )
 LinkMessage = LinkHello | Ack | Resend | Resent | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
+SpeedMessage = SpeedProbe | Echo | SpeedChunk | SpeedTaken | SpeedTurn | SpeedTold
 SequencedMessage = Resend | Resent | TensorMessage | GradientMessage | WeightsRequest | WeightsChunk
-Message = ControlMessage | LinkMessage
+Message = ControlMessage | LinkMessage | SpeedMessage
 
 
 def stage_link(replica: int, stage: int) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 from pipecomp.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportClosed, TransportError
 from pipecomp.protocol import wire
@@ -22,6 +23,8 @@ from pipecomp.transport.base import Address, Connection, Listener, Transport
 __all__ = ["Link", "LinkHub", "Received"]
 
 _log = logging.getLogger(__name__)
+Guest = Callable[[Connection, Any], Awaitable[None]]
+"""Serves a connection that is no link, from its first message on."""
 _GREETING_S = 60.0
 """How long a connection may stay without a hello, or its hello wait for this process to know its run."""
 
@@ -39,13 +42,15 @@ class LinkHub:
         credit_nbytes: int = 64 * 2**20,
         reconnect_s: float = 3.0,
         recorder: Recorder = DEAF,
+        guests: Mapping[type[Message], Guest] | None = None,
     ) -> None:
         """`run` and `epoch` may be left out and told later by `configure`; those who dial before that wait. `recorder` hears
-        what links send and receive."""
+        what links send and receive. `guests`: who serves connections that begin with another message than a hello."""
         self._transport = transport
         self._worker = worker
         self._reconnect_s = reconnect_s
         self._recorder = recorder
+        self._guests = dict(guests or {})
         self._run, self._epoch, self._credit_nbytes = run, epoch, credit_nbytes
         self._configured = asyncio.Event()
         if run:
@@ -178,12 +183,17 @@ class LinkHub:
         try:
             async with asyncio.timeout(_GREETING_S):
                 received = wire.decode(await connection.receive())
-                await self._configured.wait()
+                guest = self._guests.get(type(received.message))
+                if guest is None:
+                    await self._configured.wait()
         except (TransportError, RemoteProtocolError, TimeoutError) as e:
             _log.warning(
                 "a connection from %s was closed before its hello: %s", connection.peer, str(e) or "nothing came"
             )
             await connection.close()
+            return
+        if guest is not None:
+            await self._serve(guest, connection, received.message)
             return
         if self._closed:  # not refused: that would end the peer's link at once, and the peer is about to stop as well
             await connection.close()
@@ -202,6 +212,14 @@ class LinkHub:
             self._unclaimed[hello.link] = link
             self._arrival.set()
         link.offer(connection, received)
+
+    async def _serve(self, guest: Guest, connection: Connection, message: Message) -> None:
+        try:
+            await guest(connection, message)
+        except (TransportError, RemoteProtocolError) as e:
+            _log.warning("a connection from %s was closed: %s", connection.peer, e)
+        finally:
+            await connection.close(linger_s=1.0)
 
     def _why_not(self, message: Message) -> str:
         if not isinstance(message, LinkHello):

@@ -11,6 +11,7 @@ from pipecomp.protocol.messages import (
     Assignment,
     Commit,
     Committed,
+    Echo,
     Evaluated,
     EvaluationPlan,
     Failed,
@@ -19,10 +20,13 @@ from pipecomp.protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     Join,
+    LayerFigures,
     LayerNorms,
     LinkHello,
     LinkLost,
     LinkMeter,
+    LinkSurveyed,
+    MachineSurveyed,
     Message,
     Prepared,
     Ready,
@@ -34,12 +38,19 @@ from pipecomp.protocol.messages import (
     SampleRef,
     SendWeights,
     Spans,
+    SpeedChunk,
+    SpeedProbe,
+    SpeedTaken,
+    SpeedTold,
+    SpeedTurn,
     StageAddress,
     StepFailed,
     StepPlan,
     StepReport,
     Stop,
     StoreMeter,
+    SurveyLink,
+    SurveyMachine,
     TensorEntry,
     TensorMessage,
     Traffic,
@@ -97,7 +108,7 @@ _HEADERS = tuple(
 
 def examples() -> tuple[Example, ...]:
     """At least one of every type."""
-    return tuple(Example(m, _buffers(m)) for m in (*_joining(), *_steps(), *_life(), *_links()))
+    return tuple(Example(m, _buffers(m)) for m in (*_joining(), *_steps(), *_life(), *_links(), *_survey()))
 
 
 def _buffers(message: Message) -> tuple[bytes, ...]:
@@ -231,4 +242,25 @@ def _links() -> tuple[Message, ...]:
         ),
         WeightsRequest(sequence=8, name="w", offset=0, nbytes=2**30),
         WeightsChunk(sequence=9, name="w", dtype="BF16", shape=(3,), offset=2, total_nbytes=6, buffer_nbytes=(4,)),
+    )
+
+
+def _survey() -> tuple[Message, ...]:
+    return (
+        SurveyMachine(
+            config={"train": {"seed": -1}}, model_config={"model_type": "gpt2"}, model_hash="12", lengths=(7, 128), num_threads=2
+        ),
+        MachineSurveyed(
+            layers=(LayerFigures(kind="block", forward_s=0.05, backward_s=0.15, weights_s=0.05),),
+            updates_per_s=3e8,
+            coded_values_per_s=2.5e8,
+        ),
+        SurveyLink(worker="b", data_address="tcp://10.0.0.2:7702", duration_s=2.0),
+        LinkSurveyed(worker="b", sent_nbytes_per_s=2.5e6, received_nbytes_per_s=1.25e7, round_trip_s=0.03),
+        SpeedProbe(worker="a", duration_s=2.0),
+        Echo(number=3),
+        SpeedChunk(buffer_nbytes=(300,)),
+        SpeedTaken(),
+        SpeedTurn(),
+        SpeedTold(nbytes_per_s=1.25e7),
     )

@@ -20,7 +20,7 @@ from coordinator import preparation
 from coordinator.batches import Wanted
 from coordinator.console import PlainConsole
 from coordinator.events import Finish
-from coordinator.planning import as_tree, make_plan
+from coordinator.planning import Source, as_tree, make_plan
 from coordinator.preparation import prepare_run
 from coordinator.saving import ModelSaver
 from coordinator.service import CoordinatorService, ServiceOptions, Surroundings
@@ -214,12 +214,12 @@ async def test_a_run_sends_the_bytes_that_its_plan_says(tmp_path: Path) -> None:
     )
     figures = tmp_path / "figures.json"
     figures.write_text(json.dumps({"workers": [{"multiply_adds_per_s": 1e9}] * 3}))
-    planned = make_plan(config, figures=str(figures), apart=False, cache_folder=None).prediction["traffic"]
+    planned = make_plan(config, Source(figures=str(figures)), cache_folder=None).prediction["traffic"]
     _, summary = await Cluster(config).run()
     measured = {kind: row["payload_bytes"] + row["header_bytes"] for kind, row in summary["traffic"].items()}
     assert planned == {kind: pytest.approx(measured[kind], rel=0.01) for kind in planned}
     kept = {row["message_bytes"] for row in summary["workers"].values()}
-    [as_written, *_] = as_tree(make_plan(config, figures=str(figures), apart=False, cache_folder=None))["settings"]
+    [as_written, *_] = as_tree(make_plan(config, Source(figures=str(figures)), cache_folder=None))["settings"]
     assert {row["kept_message_bytes"] for row in as_written["workers"]} == kept
 
 

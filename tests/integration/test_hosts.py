@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -130,3 +131,32 @@ def test_what_a_host_receives_is_delayed_with_netem_or_without(run_folder: Path)
         dialled = hosts.start(0, [sys.executable, "-c", code.format(hosts.address(1), 7691)], log=run_folder / "client")
         assert dialled.wait(timeout=60) == 0
     assert float((run_folder / "client").read_text()) >= 0.1  # there and back
+
+
+def test_a_plan_measures_hosts_and_links_where_they_are_and_its_output_is_a_file_of_figures(run_folder: Path) -> None:
+    run_file, figures = run_folder / "run.toml", run_folder / "plan.json"
+    identity = '{codec = "identity"}'
+    run_file.write_text(RUN_FILE.format(root=ROOT, folder=run_folder, forward=identity, backward=identity))
+    with NamespaceHosts(3, LinkShape(20e6), unshaped=[0], hidden=[ROOT / "examples", run_folder]) as hosts:
+        meeting = f"{hosts.address(0)}:{PORT}"
+        command = [PIPECOMP, "plan", str(run_file), "--bind", meeting, "--json"]
+        into_file = ["sh", "-c", f"exec {' '.join(command)} > {figures}"]
+        processes = [hosts.start(0, into_file, log=run_folder / "0.log", sees_all=True)]
+        for host in (1, 2):
+            join = ["worker", "--coordinator", meeting, "--name", f"host-{host}", "--threads", "1"]
+            processes.append(hosts.start(host, [PIPECOMP, *join], log=run_folder / f"{host}.log"))
+        deadline = time.monotonic() + 120
+        codes = [process.wait(timeout=max(1.0, deadline - time.monotonic())) for process in processes]
+    logs = [(run_folder / f"{i}.log").read_text() for i in range(3)]
+    assert codes == [0, 0, 0], logs
+    assert "measuring the link between host-1 and host-2" in logs[0]
+    assert "done, the plan is made" in logs[1]
+    made = json.loads(figures.read_text())
+    assert [worker["name"] for worker in made["workers"]] == ["host-1", "host-2"]
+    for worker in made["workers"]:
+        for way in ("up", "down"):  # TCP may lose time repairing losses, and then make some of it good at once
+            assert 0.5 * 20_000 < float(worker[way].removesuffix("kbit")) < 1.15 * 20_000
+    again = subprocess.run(
+        [PIPECOMP, "plan", str(run_file), "--figures", str(figures), "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(again.stdout)["prediction"] == made["prediction"]

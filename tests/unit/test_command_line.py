@@ -35,7 +35,7 @@ def test_the_version_is_the_packages():
     [
         ("launch", {"--set", "--summary", "--log", "--trace", "--plan", "--store-folder", "--quiet"}),
         ("coordinator", {"--bind", "--advertise", "--set", "--summary", "--log", "--trace", "--plan", "--quiet"}),
-        ("plan", {"--figures", "--apart", "--json", "--set"}),
+        ("plan", {"--figures", "--bind", "--apart", "--json", "--set"}),
         (
             "worker",
             {

@@ -80,6 +80,21 @@ def test_it_loads_its_assignment_and_says_when_it_is_ready() -> None:
     assert state.phase is Phase.IDLE
 
 
+def test_it_measures_for_a_plan_as_often_as_it_is_told_and_then_may_be_assigned_or_sent_away() -> None:
+    state = at(told(WELCOME))
+    machine = m.SurveyMachine(config={}, model_config={}, model_hash="h", lengths=(7,), num_threads=0)
+    link = m.SurveyLink(worker="w1", data_address="tcp://b:1", duration_s=1.0)
+    found = m.MachineSurveyed(layers=(), updates_per_s=1.0, coded_values_per_s=1.0)
+    speed = m.LinkSurveyed(worker="w1", sent_nbytes_per_s=1.0, received_nbytes_per_s=2.0, round_trip_s=0.1)
+    for order, result in ((machine, found), (link, speed), (link, speed)):
+        assert state.handle(told(order), now=0.0) == [e.Survey(order=order)]
+        assert state.phase is Phase.SURVEYING
+        assert state.handle(e.Surveyed(found=result), now=0.0) == [e.Send(message=result)]
+    assert state.handle(told(ASSIGNMENT), now=0.0) == [e.Load(assignment=ASSIGNMENT)]
+    with pytest.raises(RemoteProtocolError, match="SurveyLink is not allowed while w is loading"):
+        state.handle(told(link), now=0.0)
+
+
 def test_a_step_is_run_prepared_and_committed_with_its_own_learning_rate() -> None:
     state = at(*IDLE)
     assert state.handle(told(plan(3)), now=0.0) == [e.RunStep(plan=plan(3), buffers=())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from coordinator import events as e
@@ -142,3 +144,8 @@ def make_script() -> type[Script]:
 @pytest.fixture(scope="session")
 def join() -> object:
     return make_join
+
+
+@pytest.fixture(scope="session")
+def terms() -> Callable[..., e.RunTerms]:
+    return make_terms

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coordinator.plan_text import explain, format_plan
-from coordinator.planning import Plan, as_tree, make_plan
+from coordinator.planning import Plan, Source, as_tree, make_plan
 from coordinator.process import CoordinatorOptions, read_prediction
 from pipecomp.config import RunConfig, config_hash, parse_run_config
 from pipecomp.errors import ConfigError
@@ -55,7 +55,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
 def plan(folder: Path, *workers: dict[str, Any], **sections: dict[str, Any]) -> Plan:
     figures = folder / "figures.json"
     figures.write_text(json.dumps({"workers": [{"block": BLOCK, **worker} for worker in workers or ({}, {})]}))
-    return make_plan(config(**sections), figures=str(figures), apart=False, cache_folder=None)
+    return make_plan(config(**sections), Source(figures=str(figures)), cache_folder=None)
 
 
 def test_slow_links_make_few_bits_pay_and_fast_ones_none(tmp_path):
@@ -122,7 +122,7 @@ def test_the_json_of_a_plan_is_figures_for_another(tmp_path):
     written = tmp_path / "plan.json"
     written.write_text(json.dumps(as_tree(made)))
     assert parse_figures(json.loads(written.read_text()), 2, "plan.json") == made.cluster.machines
-    again = make_plan(made.config, figures=str(written), apart=False, cache_folder=None)
+    again = make_plan(made.config, Source(figures=str(written)), cache_folder=None)
     assert as_tree(again) == as_tree(made)
 
 
@@ -147,7 +147,7 @@ def test_a_file_of_figures_that_cannot_be_used_is_told_before_anything_is_read(t
         (tmp_path / name).write_text(content)
     missing = config(data={"train": "nowhere.txt"})
     with pytest.raises(ConfigError, match=message):
-        make_plan(missing, figures=str(tmp_path / name), apart=False, cache_folder=None)
+        make_plan(missing, Source(figures=str(tmp_path / name)), cache_folder=None)
 
 
 # ---------------------------------------------------------------------------------------------------------- what rules
@@ -258,7 +258,7 @@ def test_a_plan_says_how_many_may_wait(tmp_path):
 
 
 def test_a_machine_that_is_probed_can_be_written_down(tmp_path):
-    made = make_plan(config(cluster={"num_stages": 2, "link_rate": "1mbit"}), figures=None, apart=True, cache_folder=None)
+    made = make_plan(config(cluster={"num_stages": 2, "link_rate": "1mbit"}), Source(apart=True), cache_folder=None)
     assert parse_figures({"workers": as_tree(made)["workers"]}, 2, "plan") == made.cluster.machines
     assert {machine.up for machine in made.cluster.machines} == {"1mbit"}
     assert not made.cluster.is_one

@@ -1,0 +1,216 @@
+"""Measuring machines that are elsewhere, as scripts over the pure machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from coordinator import events as e
+from coordinator.survey import LINK_S, TRANSITIONS, Phase, Surveyed, SurveyState
+from coordinator.surveying import machine_of
+from pipecomp.config import ClusterConfig
+from pipecomp.errors import LocalProtocolError
+from pipecomp.planning.machines import LayerSeconds
+from pipecomp.protocol import messages as m
+
+FOUND = m.MachineSurveyed(
+    layers=(
+        m.LayerFigures(kind="embedding", forward_s=0.001, backward_s=0.002, weights_s=0.0),
+        m.LayerFigures(kind="block", forward_s=0.05, backward_s=0.15, weights_s=0.05),
+        m.LayerFigures(kind="head", forward_s=0.02, backward_s=0.04, weights_s=0.01),
+    ),
+    updates_per_s=3e8,
+    coded_values_per_s=2e8,
+)
+Join = Callable[..., m.Join]
+
+
+def order_of(joins: Sequence[m.Join], rank: int) -> m.SurveyMachine:
+    return m.SurveyMachine(config={}, model_config={}, model_hash=joins[rank].worker, lengths=(7,), num_threads=rank)
+
+
+def link(worker: str, sent: float, received: float, round_trip_s: float) -> m.LinkSurveyed:
+    return m.LinkSurveyed(worker=worker, sent_nbytes_per_s=sent, received_nbytes_per_s=received, round_trip_s=round_trip_s)
+
+
+class Script:
+    """Worker i is peer i and is called w<i>."""
+
+    def __init__(self, terms: e.RunTerms, num_workers: int, join: Join) -> None:
+        self.said: list[str] = []
+        cluster = ClusterConfig(num_stages=num_workers, join_timeout_s=60.0)
+        self.state = SurveyState(cluster, terms, "1.0", order=order_of, say=self.said.append)
+        self.now = 0.0
+        self.join = join
+        self.num_workers = num_workers
+
+    def do(self, event: e.Event) -> list[e.Effect]:
+        return self.state.handle(event, now=self.now)
+
+    def say(self, worker: int, message: m.ControlMessage) -> list[e.Effect]:
+        return self.do(e.MessageReceived(e.Peer(worker), message))
+
+    def gather(self) -> list[e.Effect]:
+        for worker in range(self.num_workers - 1):
+            self.say(worker, self.join(f"w{worker}"))
+        return self.say(self.num_workers - 1, self.join(f"w{self.num_workers - 1}"))
+
+    def measure_machines(self) -> list[e.Effect]:
+        self.gather()
+        for worker in range(self.num_workers - 1):
+            assert self.say(worker, FOUND) == []
+        return self.say(self.num_workers - 1, FOUND)
+
+
+@pytest.fixture
+def make(terms: Callable[..., e.RunTerms], join: Join) -> Callable[..., Script]:
+    def make_script(num_workers: int = 2, ranks: Sequence[int] | None = None) -> Script:
+        of_run = terms(num_workers)
+        if ranks is not None:
+            of_run = of_run._replace(stages=tuple(e.StageSplit(i, rank, i, i + 1) for i, rank in enumerate(ranks)))
+        return Script(of_run, num_workers, join)
+
+    return make_script
+
+
+def dial(worker: int, other: int) -> list[e.Effect]:
+    order = m.SurveyLink(worker=f"w{other}", data_address=f"memory://w{other}", duration_s=LINK_S)
+    return [e.Send(e.Peer(worker), order)]
+
+
+def test_once_all_have_joined_each_measures_its_own_machine(make: Callable[..., Script]) -> None:
+    script = make(3)
+    (welcome,) = script.say(0, script.join("w0"))
+    assert isinstance(welcome, e.Send) and isinstance(welcome.message, m.Welcome)
+    script.say(1, script.join("w1"))
+    _, *orders = script.say(2, script.join("w2"))
+    joins = [script.join(f"w{rank}") for rank in range(3)]
+    assert orders == [e.Send(e.Peer(rank), order_of(joins, rank)) for rank in range(3)]
+    assert script.said == [f"w{rank} joined from host-of-w{rank} ({rank + 1} of 3)" for rank in range(3)]
+
+
+def test_links_are_measured_one_after_another_by_who_dials_them(make: Callable[..., Script]) -> None:
+    script = make(3)
+    assert script.measure_machines() == dial(0, 1)
+    assert script.say(0, link("w1", 1e6, 2e6, 0.02)) == dial(1, 2)
+    stop = m.Stop(reason="the plan is made; start the worker again to train", failed=False)
+    assert script.say(1, link("w2", 3e6, 4e6, 0.06)) == [e.Send(e.Peer(rank), stop) for rank in range(3)]
+    with pytest.raises(LocalProtocolError):
+        script.state.results()
+    for worker in range(2):
+        assert script.say(worker, m.Goodbye(worker=f"w{worker}", reason="")) == []
+    assert script.say(2, m.Goodbye(worker="w2", reason="")) == [e.Finish(0, "", stopped_early=False)]
+    assert [each[2:] for each in script.state.results()] == [  # up, down, one way
+        (1e6, 2e6, 0.01),
+        (3e6, 4e6, 0.03),  # down: the better of 1e6 and 4e6
+        (4e6, 3e6, 0.03),
+    ]
+
+
+def test_a_pair_that_holds_several_stages_is_measured_once(make: Callable[..., Script]) -> None:
+    script = make(3, ranks=[0, 1, 2, 0])
+    assert script.measure_machines() == dial(0, 1)
+    assert script.say(0, link("w1", 1.0, 1.0, 0.0)) == dial(1, 2)
+    assert script.say(1, link("w2", 1.0, 1.0, 0.0)) == dial(2, 0)
+    two = make(2, ranks=[0, 1, 0])
+    assert two.measure_machines() == dial(0, 1)
+    assert isinstance(two.say(0, link("w1", 1.0, 1.0, 0.0))[0], e.Send)
+    assert two.state.phase is Phase.STOPPING
+
+
+def test_one_machine_has_no_link(make: Callable[..., Script]) -> None:
+    script = make(1)
+    script.measure_machines()
+    script.do(e.PeerDisconnected(e.Peer(0), "closed"))
+    (alone,) = script.state.results()
+    assert alone == Surveyed(script.join("w0"), FOUND, None, None, 0.0)
+    machine = machine_of(alone)
+    assert (machine.up, machine.down, machine.latency_ms) == (None, None, 0.0)
+
+
+def test_a_machine_is_written_as_figures_have_it(join: Join) -> None:
+    machine = machine_of(Surveyed(join("w3", memory_nbytes=2**34), FOUND, 2.5e6, 12.5e6, 0.0151))
+    assert machine.name == "w3"
+    assert (machine.block, machine.head) == (LayerSeconds(0.05, 0.15, 0.05), LayerSeconds(0.02, 0.04, 0.01))
+    assert (machine.up, machine.down, machine.latency_ms) == ("20000kbit", "100000kbit", 15.1)
+    assert (machine.up_nbytes_per_s, machine.memory_nbytes) == (2.5e6, 2**34)
+
+
+def test_heartbeats_are_answered_before_and_after_joining(make: Callable[..., Script]) -> None:
+    script = make()
+    beat = m.Heartbeat(sent_at_s=1.5, activity="", step=0, memory_nbytes=0)
+    answer = [e.Send(e.Peer(0), m.HeartbeatReply(sent_at_s=1.5, answered_at_s=0.0))]
+    assert script.say(0, beat) == answer
+    script.say(0, script.join("w0"))
+    assert script.say(0, beat) == answer
+
+
+def test_a_worker_that_differs_is_refused_and_the_others_are_waited_for(make: Callable[..., Script]) -> None:
+    script = make()
+    refused, disconnect = script.say(0, script.join("w0", version="0.9"))
+    assert isinstance(refused, e.Send) and isinstance(refused.message, m.Refused)
+    assert "0.9" in refused.message.reason and disconnect == e.Disconnect(e.Peer(0))
+    assert script.state.phase is Phase.GATHERING
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (e.MessageReceived(e.Peer(0), m.Failed(worker="w0", stages=(), activity="", reason="out of memory")), "out of memory"),
+        (e.MessageReceived(e.Peer(0), m.Goodbye(worker="w0", reason="stopped by SIGINT")), "stopped by SIGINT"),
+        (e.PeerDisconnected(e.Peer(0), "reset"), r"its connection ended \(reset\)"),
+        (e.MessageReceived(e.Peer(0), link("w1", 1.0, 1.0, 0.0)), "it sent LinkSurveyed while the plan is measuring machines"),
+    ],
+)
+def test_a_worker_that_fails_is_named_and_the_others_are_told(
+    make: Callable[..., Script], event: e.Event, words: str
+) -> None:
+    script = make()
+    script.gather()
+    told, finish = script.do(event)
+    assert isinstance(finish, e.Finish) and finish.exit_code == 1
+    assert finish.cause.startswith("w0 (host host-of-w0, process 7, stage 0: layers 0-2) failed while the plan was measuring")
+    assert told == e.Send(e.Peer(1), m.Stop(reason=finish.cause, failed=True))
+    assert re.search(words, finish.cause)
+    assert script.do(e.Tick()) == []
+
+
+def test_a_result_that_came_twice_or_from_another_worker_ends_it(make: Callable[..., Script]) -> None:
+    script = make()
+    script.gather()
+    script.say(0, FOUND)
+    assert "it sent MachineSurveyed" in script.say(0, FOUND)[-1].cause  # type: ignore[union-attr]
+    other = make()
+    other.measure_machines()
+    assert "w1" in other.say(1, link("w0", 1.0, 1.0, 0.0))[-1].cause  # type: ignore[union-attr]
+
+
+def test_who_does_not_come_or_falls_silent_is_told(make: Callable[..., Script]) -> None:
+    script = make()
+    script.do(e.Tick())
+    script.say(0, script.join("w0"))
+    script.now = 61.0
+    assert script.do(e.Tick())[-1].cause.startswith("1 of 2 workers joined within 60 s (w0)")  # type: ignore[union-attr]
+    script = make()
+    script.gather()
+    for now in range(1, 40):
+        script.now = float(now)
+        script.say(0, m.Heartbeat(sent_at_s=0.0, activity="", step=0, memory_nbytes=0))
+        effects = script.do(e.Tick())
+        if effects:
+            break
+    assert "w1" in effects[-1].cause and "no heartbeat for 30" in effects[-1].cause  # type: ignore[union-attr]
+
+
+def test_workers_that_do_not_say_goodbye_are_not_waited_for_long(make: Callable[..., Script]) -> None:
+    script = make(1)
+    script.measure_machines()
+    assert script.do(e.Tick()) == []
+    script.now = 6.0
+    assert script.do(e.Tick()) == [e.Finish(0, "", stopped_early=False)]
+
+
+def test_every_phase_has_its_transitions() -> None:
+    assert set(TRANSITIONS) == set(Phase)
