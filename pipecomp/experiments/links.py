@@ -167,6 +167,7 @@ def _run_one(hosts: Hosts, order: Order, goodput: Sequence[float], kept: KeptRow
     with tempfile.TemporaryDirectory(prefix="bench-links-") as folder:
         try:
             figures = run_cell(hosts, order, goodput, Path(folder))
+            hosts.check()
         except PipecompError as error:
             _say(f"FAILED  {error}")
             return [str(error)]

@@ -81,6 +81,9 @@ class Hosts(abc.ABC):
         """Keys of a run's [cluster] that slow its links down where nothing else does."""
         return {}
 
+    def check(self) -> None:  # noqa: B027 - most have nothing that could end
+        """See that links are still as slow as they were made. Raises HostsFailed."""
+
     def end(self, process: subprocess.Popen[str]) -> None:
         """Kill a command and what it started; not one that is known to have ended, whose number may be another's by now."""
         if process.returncode is None:
@@ -180,6 +183,7 @@ class NamespaceHosts(Hosts):
         self._names = [f"pc{tag}-h{i + 1}" for i in range(num_hosts)]
         self._subnet = f"10.{77 + secrets.randbelow(100)}.{secrets.randbelow(250)}"
         self._processes: list[subprocess.Popen[str]] = []
+        self._delays: dict[Path, subprocess.Popen[str]] = {}
         self._undo = contextlib.ExitStack()
         self._folder = Path()
 
@@ -231,6 +235,11 @@ class NamespaceHosts(Hosts):
     def mend(self, one: int, other: int) -> None:
         """Undo a `cut`."""
         self._route("del", one, other)
+
+    def check(self) -> None:
+        for log, process in self._delays.items():
+            if process.poll() is not None:
+                raise HostsFailed(f"packets are not delayed any more: {log.stem} has ended: {log.read_text().strip()}")
 
     def nbytes_sent(self, host: int) -> int:
         """Bytes the host's interface has sent, link headers included."""
@@ -288,7 +297,8 @@ class NamespaceHosts(Hosts):
         elif self.shape.delay_s:
             for host in slow:
                 log = self._folder / f"delay-{host + 1}.log"
-                wait_until_ready(self.start(host, delay_command(self.python, self.shape.delay_s), log=log), log)
+                self._delays[log] = self.start(host, delay_command(self.python, self.shape.delay_s), log=log)
+                wait_until_ready(self._delays[log], log)
             self.emulation += "; a program (NFQUEUE) holds what a host receives for the delay"
 
     def _ip(self, *arguments: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipecomp.testing.goodput import measure_neighbours
-from pipecomp.testing.hosts import NamespaceHosts, wait_until_ready, why_not
+from pipecomp.testing.hosts import HostsFailed, NamespaceHosts, wait_until_ready, why_not
 from pipecomp.testing.packet_delay import why_no_delay
 from pipecomp.testing.shaping import LinkShape
 
@@ -130,6 +130,12 @@ def test_what_a_host_receives_is_delayed_with_netem_or_without(run_folder: Path)
         wait_until_ready(listening, run_folder / "server")
         dialled = hosts.start(0, [sys.executable, "-c", code.format(hosts.address(1), 7691)], log=run_folder / "client")
         assert dialled.wait(timeout=60) == 0
+        hosts.check()
+        for process in hosts._delays.values():
+            hosts.end(process)
+        if hosts._delays:  # no netem: a program delays packets
+            with pytest.raises(HostsFailed, match="packets are not delayed any more"):
+                hosts.check()
     assert float((run_folder / "client").read_text()) >= 0.1  # there and back
 
 
