@@ -35,6 +35,7 @@ VERSIONS = range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 2)
 _MAX_COUNT = 2**20
 _MAX_INT = 2**64 - 1
 _TYPES: Mapping[str, type[Message]] = types.MappingProxyType({t.__name__: t for t in get_args(Message)})
+_HARMLESS = frozenset({str, bool, float, type(None)})
 _OPEN_FIELDS = frozenset({"config", "model_config"})
 """Fields that hold any plain values, negative numbers included. Everywhere else an integer is a count, an index or an id."""
 
@@ -187,12 +188,14 @@ def _check_plain(value: object, depth: int = 0, *, negative: bool = False) -> No
         raise RemoteProtocolError(f"a header nests deeper than {MAX_DEPTH}")
     if isinstance(value, (list, tuple)):
         for item in value:
-            _check_plain(item, depth + 1, negative=negative)
+            if type(item) not in _HARMLESS and not (type(item) is int and item >= 0):  # most are
+                _check_plain(item, depth + 1, negative=negative)
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise RemoteProtocolError(f"a header has the key {key!r}; keys are text")
-            _check_plain(item, depth + 1, negative=negative or (depth == 0 and key in _OPEN_FIELDS))
+            if type(item) not in _HARMLESS and not (type(item) is int and item >= 0):
+                _check_plain(item, depth + 1, negative=negative or (depth == 0 and key in _OPEN_FIELDS))
     else:
         raise RemoteProtocolError(f"a header holds a {type(value).__name__}")
 
