@@ -41,6 +41,9 @@ def _describe(plan: Plan) -> str:
         f"{machine.name}: {_rate(machine.up)} up, {_rate(machine.down)} down, {machine.latency_ms:g} ms"
         for machine in plan.cluster.machines
     ]
+    links += [
+        f"{way.sender} to {way.receiver}: {_rate(way.rate)}, {way.latency_ms:g} ms more" for way in plan.cluster.ways.values()
+    ]
     same = {line.partition(": ")[2] for line in links}
     told = [f"links: {same.pop()}"] if len(same) == 1 else links
     model = f"{plan.run.model.plan.family}, {len(work.layers)} layers"

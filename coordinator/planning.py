@@ -12,6 +12,8 @@ import json
 import os
 import sys
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from pipecomp.config import RunConfig, config_hash
 from pipecomp.errors import ConfigError
 from pipecomp.planning.advice import Advice, advise, too_large
 from pipecomp.planning.forecast import Cluster, Forecast, forecast
-from pipecomp.planning.machines import LayerSeconds, Machine, parse_figures
+from pipecomp.planning.machines import LayerSeconds, Machine, parse_figures, parse_ways
 from pipecomp.planning.work import Work
 from pipecomp.runtime.probe import HANDLING_S, deferred_nbytes, kept_nbytes, probe_machine
 from pipecomp.runtime.rehearsal import make_schedule
@@ -81,13 +83,8 @@ def run_plan(config: RunConfig, source: Source, *, as_json: bool, cache_folder: 
 
 def make_plan(config: RunConfig, source: Source, *, cache_folder: Path | None) -> Plan:
     """Read, measure and compare."""
-    figures = source.figures
-    machines = None if figures is None else parse_figures(_read(figures), config.cluster.num_stages, figures)
-    run = read_run(config, cache_folder)
+    run, cluster = _read_and_measure(config, source, partial(read_run, config, cache_folder))
     lengths = run.batches.usual_lengths()
-    if source.bind is not None:
-        machines = survey_machines(config, run, source.bind, lengths)
-    cluster = _probed_cluster(config, run, apart=source.apart) if machines is None else Cluster(machines)
     work = work_of(config, run, kept_nbytes(config, run.model, lengths), deferred_nbytes(config, run.model, lengths))
     ways = ways_of(config, run)
     schedule = make_schedule(config)
@@ -96,13 +93,27 @@ def make_plan(config: RunConfig, source: Source, *, cache_folder: Path | None) -
     return Plan(config, run, work, cluster, tuple(ways), tuple(forecasts), advice)
 
 
+def _read_and_measure(config: RunConfig, source: Source, read: Callable[[], ReadRun]) -> tuple[ReadRun, Cluster]:
+    """What can be refused at once is, before anything is read."""
+    if source.bind is not None:
+        return survey_machines(config, read, source.bind)
+    if source.figures is not None:
+        tree = _read(source.figures)
+        machines = parse_figures(tree, config.cluster.num_stages, source.figures)
+        cluster = Cluster(machines, ways=parse_ways(tree, machines, source.figures))
+        return read(), cluster
+    run = read()
+    return run, _probed_cluster(config, run, apart=source.apart)
+
+
 def as_tree(plan: Plan) -> dict[str, Any]:
-    """For `--json`. `workers` is what `--figures` takes."""
+    """For `--json`. `workers` and `links` are what `--figures` takes."""
     workers = [{k: v for k, v in msgspec.to_builtins(machine).items() if v is not None} for machine in plan.cluster.machines]
     advice = plan.advice
     return {
         "config_hash": config_hash(plan.config),
         "workers": workers,
+        "links": [msgspec.to_builtins(way) for way in plan.cluster.ways.values()],
         "on_one_machine": plan.cluster.is_one,
         "prediction": plan.prediction,
         "settings": [_setting_tree(each, plan.cluster) for each in plan.forecasts],

@@ -10,7 +10,6 @@ A link is measured by the worker that dials it in a run, both ways, while nothin
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from pipecomp.protocol import messages as m
 from pipecomp.protocol.session import PeerSilent, Session, loading_timeout_s
 
 GOODBYE_TIMEOUT_S = 5.0
+INTERRUPTED = 130
 LINK_S = 4.0
 """Of sending, each way over each link."""
 _DONE = "the plan is made; start the worker again to train"
@@ -44,7 +44,7 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
         _P.GATHERING: frozenset({_P.MACHINES, _P.FAILED}),
         _P.MACHINES: frozenset({_P.LINKS, _P.STOPPING, _P.FAILED}),
         _P.LINKS: frozenset({_P.STOPPING, _P.FAILED}),
-        _P.STOPPING: frozenset({_P.DONE}),
+        _P.STOPPING: frozenset({_P.DONE, _P.FAILED}),
         _P.DONE: frozenset(),
         _P.FAILED: frozenset(),
     }
@@ -52,14 +52,13 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
 
 
 class Surveyed(NamedTuple):
-    """What one worker's machine can do. Rates are the best that any of its links showed; None without a link."""
+    """What a survey has found."""
 
-    join: m.Join
-    found: m.MachineSurveyed
-    up_nbytes_per_s: float | None
-    down_nbytes_per_s: float | None
-    latency_s: float
-    """One way, of the slowest of its links."""
+    joins: tuple[m.Join, ...]
+    """By rank."""
+    machines: tuple[m.MachineSurveyed, ...]
+    links: Mapping[tuple[int, int], m.LinkSurveyed]
+    """By ranks, the one that dialled first."""
 
 
 class SurveyState:
@@ -71,10 +70,12 @@ class SurveyState:
         terms: RunTerms,
         version: str,
         *,
+        pairs: Sequence[tuple[int, int]],
         order: Callable[[Sequence[m.Join], int], m.SurveyMachine],
         say: Callable[[str], None],
     ) -> None:
-        """`order`: what the worker of a rank is to measure, from the joins of all by rank. `say` is told how far it is."""
+        """`pairs`: ranks that exchange tensors, the one that dials first. `order`: what the worker of a rank is to measure, from
+        the joins of all by rank. `say` is told how far it is."""
         self._cluster = cluster
         self._terms = terms
         self._order = order
@@ -83,7 +84,7 @@ class SurveyState:
         self._deadline: float | None = None  # of GATHERING and of STOPPING
         self._found: dict[int, m.MachineSurveyed] = {}  # by rank, as below
         self._links: dict[tuple[int, int], m.LinkSurveyed] = {}
-        self._to_measure = self._pairs()
+        self._to_measure = list(pairs)
         self._effects: list[Effect] = []
         self.phase = Phase.GATHERING
 
@@ -97,37 +98,19 @@ class SurveyState:
                     self._on_message(peer, message, now)
                 case e.PeerDisconnected(peer, reason):
                     self._on_disconnect(peer, reason)
+                case e.StopRequested():
+                    self._end("interrupted", INTERRUPTED)
                 case e.Tick():
                     self._on_tick(now)
         effects, self._effects = self._effects, []
         return effects
 
-    def results(self) -> tuple[Surveyed, ...]:
-        """By rank. Raises LocalProtocolError before it is over."""
+    def results(self) -> Surveyed:
+        """Raises LocalProtocolError before it is over."""
         if self.phase is not Phase.DONE:
             raise LocalProtocolError(f"a survey that is {self.phase.value} has no results")
-        return tuple(self._result(rank, member.join) for rank, member in enumerate(self._roster.members))
-
-    def _result(self, rank: int, join: m.Join) -> Surveyed:
-        up, down, round_trips = [], [], []
-        for (dialler, other), link in self._links.items():
-            if rank in (dialler, other):
-                ways = (link.sent_nbytes_per_s, link.received_nbytes_per_s)
-                sent, received = ways if rank == dialler else reversed(ways)
-                up.append(sent)
-                down.append(received)
-                round_trips.append(link.round_trip_s)
-        return Surveyed(
-            join, self._found[rank], max(up, default=None), max(down, default=None), max(round_trips, default=0.0) / 2
-        )
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Ranks that exchange tensors, the one that dials first; each pair once."""
-        pairs: list[tuple[int, int]] = []
-        for one, other in itertools.pairwise(split.rank for split in self._terms.stages):
-            if one != other and (one, other) not in pairs and (other, one) not in pairs:
-                pairs.append((one, other))
-        return pairs
+        joins = tuple(member.join for member in self._roster.members)
+        return Surveyed(joins, tuple(self._found[rank] for rank in range(len(joins))), dict(self._links))
 
     # ------------------------------------------------------------ workers come, and measure
 
@@ -153,7 +136,7 @@ class SurveyState:
             case m.LinkSurveyed() if self.phase is Phase.LINKS and member.rank == self._to_measure[0][0]:
                 self._links[self._to_measure.pop(0)] = message
                 self._next_link(now)
-            case m.Goodbye() if self.phase is Phase.STOPPING:
+            case _ if self.phase is Phase.STOPPING:  # all is found; whatever it is, it is the last word
                 member.left = True
                 self._finish_if_alone()
             case m.Failed(reason=reason) | m.LinkLost(reason=reason) | m.Goodbye(reason=reason):
@@ -242,12 +225,12 @@ class SurveyState:
         member.left = True
         self._end(f"{member.describe()} failed while the plan was {self.phase.value}: {reason}")
 
-    def _end(self, cause: str) -> None:
+    def _end(self, cause: str, exit_code: int = 1) -> None:
         if self.phase is Phase.FAILED:
             return
         self._tell_all(m.Stop(reason=cause, failed=True))
         self._enter(Phase.FAILED)
-        self._effects.append(e.Finish(1, cause, stopped_early=True))
+        self._effects.append(e.Finish(exit_code, cause, stopped_early=True))
 
     def _tell_all(self, message: m.ControlMessage) -> None:
         self._effects += [Send(member.peer, message) for member in self._roster.present]

@@ -25,7 +25,7 @@ from pipecomp.runtime.trace import Recorder
 from pipecomp.transport.base import Address, Transport
 from pipecomp.units import parse_rate
 from workers import events as e
-from workers.survey import describe_survey, num_cores, survey_link, survey_machine
+from workers.survey import describe_survey, survey_link, survey_machine
 
 _CONNECT_S = 60.0
 _UPLOAD_S = 24 * 3600.0
@@ -116,7 +116,7 @@ class AssignedWork:
             return e.Surveyed(found=await survey_link(order, self._shaped, self._name))
         config = parse_run_config(order.config, "the coordinator's configuration")
         self._shape(config)
-        threads = self._num_threads or order.num_threads or num_cores()
+        threads = self._num_threads or order.num_threads or torch.get_num_threads()
         self._compute = self._compute or ComputeThread(num_threads=threads)
         model = await self._compute.run(self._model, order.model_config, config, order.model_hash)
         return e.Surveyed(found=await self._compute.run(survey_machine, order, config, model, threads))

@@ -44,7 +44,9 @@ async def survey_link(order: m.SurveyLink, transport: Transport, worker: str) ->
             "firewall, or say with --advertise there what to dial"
         ) from error
     try:
-        speed = await measure(connection, worker, order.duration_s)
+        speed = await measure(connection, worker, order.worker, order.duration_s)
+    except PeerLost as error:
+        raise PeerLost(f"the link to {order.worker} broke while it was measured: {error}") from error
     finally:
         await connection.close()
     return m.LinkSurveyed(

@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pipecomp.partition import StagePlan
-from pipecomp.planning.machines import LayerSeconds, Machine
-from pipecomp.planning.setting import Host, LinkCost, Processor, Setting, StageCost
+from pipecomp.planning.machines import LayerSeconds, Machine, Ways
+from pipecomp.planning.setting import Host, LinkCost, Path, Processor, Setting, StageCost
 from pipecomp.planning.step import Step, simulate_step
 from pipecomp.planning.work import Width, Work
 from pipecomp.schedules import Schedule, peak_in_flight, without_backward
@@ -33,6 +34,9 @@ class Cluster(NamedTuple):
     num_at_once: float | None = None
     """All workers share this machine's cores, which run so many of them at full speed, and their rates and latencies hold for
     what workers send each other only, as `pipecomp launch` has it. None: each has a machine of its own."""
+
+    ways: Ways = MappingProxyType({})
+    """Between machines that are farther apart than their own connections tell."""
 
     @property
     def is_one(self) -> bool:
@@ -180,6 +184,7 @@ def _setting(work: Work, width: Width, cluster: Cluster, split: StagePlan, forwa
         hosts=tuple(
             Host(machine.up_nbytes_per_s, machine.down_nbytes_per_s, machine.latency_ms / 1000) for machine in cluster.machines
         ),
+        paths={pair: way.path for pair, way in cluster.ways.items()},
         processors=_processors(cluster),
     )
 
@@ -238,11 +243,17 @@ def _control_latency_s(cluster: Cluster) -> float:
 def _tied_s(width: Width, cluster: Cluster, split: StagePlan) -> float:
     if split.tied != "exchange":
         return 0.0
-    ends = cluster.machines[split.ranks[0]], cluster.machines[split.ranks[-1]]
-    return max(
-        width.tied_nbytes / min(sender.up_nbytes_per_s, receiver.down_nbytes_per_s) + sender.latency_ms / 1000
-        for sender, receiver in (ends, ends[::-1])
-    )
+    ends = split.ranks[0], split.ranks[-1]
+    return max(_sending_s(width.tied_nbytes, cluster, *pair) for pair in (ends, ends[::-1]))
+
+
+def _sending_s(nbytes: float, cluster: Cluster, sender: Rank, receiver: Rank) -> float:
+    """Of one message, alone on its way."""
+    way = cluster.ways.get((sender, receiver))
+    path = Path() if way is None else way.path
+    one, other = cluster.machines[sender], cluster.machines[receiver]
+    rate = min(one.up_nbytes_per_s, other.down_nbytes_per_s, path.nbytes_per_s)
+    return nbytes / rate + one.latency_ms / 1000 + path.latency_s
 
 
 def _layers_of(split: StagePlan, rank: int) -> list[int]:

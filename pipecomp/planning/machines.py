@@ -8,6 +8,12 @@
     down = "100mbit"                # and receive
     latency_ms = 15                 # one way
 
+    [[links]]                       # where a way between two machines is slower than both their connections
+    sender = "garage"
+    receiver = "cellar"
+    rate = "10mbit"
+    latency_ms = 20                 # on top of the sender's own
+
 `multiply_adds_per_s = 2e11` may stand in place of `block`: of a forward pass; a backward takes twice as long. What is left out is
 not limited: no `memory` is any memory, no `up` any rate.
 """
@@ -15,12 +21,15 @@ not limited: no `memory` is any memory, no `up` any rate.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from pipecomp.errors import ConfigError
+from pipecomp.planning.setting import Path
 from pipecomp.planning.work import LayerWork
+from pipecomp.types import Rank
 from pipecomp.units import parse_rate, parse_size
 
 _FINITE: Final = 1e300
@@ -89,6 +98,26 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     workers: tuple[Machine, ...]
 
 
+class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """From one machine to another."""
+
+    sender: str
+    receiver: str
+    rate: str | None = None
+    latency_ms: NonNegative = 0.0
+    """One way, on top of the sender's own."""
+
+    @property
+    def path(self) -> Path:
+        """The same for a step on paper."""
+        rate = math.inf if self.rate is None else parse_rate(self.rate, f"rate from {self.sender} to {self.receiver}")
+        return Path(rate, self.latency_ms / 1000)
+
+
+Ways = Mapping[tuple[Rank, Rank], Way]
+"""By sender and receiver."""
+
+
 def parse_figures(tree: dict[str, Any], num_workers: int, source: str) -> tuple[Machine, ...]:
     """Check a parsed file.
 
@@ -116,6 +145,25 @@ def parse_figures(tree: dict[str, Any], num_workers: int, source: str) -> tuple[
             f"each, or set cluster.num_stages = {len(machines)}"
         )
     return tuple(machines)
+
+
+def parse_ways(tree: dict[str, Any], machines: Sequence[Machine], source: str) -> Ways:
+    """Check `[[links]]` of a parsed file. Raises ConfigError as `parse_figures` does."""
+    ranks = {machine.name: Rank(rank) for rank, machine in enumerate(machines)}
+    found: dict[tuple[Rank, Rank], Way] = {}
+    for index, values in enumerate(tree.get("links", [])):
+        where = f"{source}: link {index}"
+        try:
+            way = msgspec.convert(values, Way)
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"{where}: {e}; allowed: {', '.join(Way.__struct_fields__)}") from e
+        for name in (way.sender, way.receiver):
+            if name not in ranks:
+                raise ConfigError(f"{where}: there is no worker {name!r}; there are: {', '.join(ranks)}")
+        if way.rate is not None:
+            parse_rate(way.rate, f"{where}: rate")
+        found[ranks[way.sender], ranks[way.receiver]] = way
+    return found
 
 
 def _check(machine: Machine, index: int, where: str) -> Machine:

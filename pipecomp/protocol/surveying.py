@@ -63,9 +63,10 @@ class LinkSurveyed(Tagged, frozen=True, kw_only=True):
 
 
 class SpeedProbe(Tagged, frozen=True, kw_only=True):
-    """First message of a connection that measures; no link comes of it."""
+    """First message of a connection that measures; no link comes of it. Answered by Refused where another worker listens."""
 
-    worker: str
+    worker: str  # that measures
+    to: str  # the worker that is meant
     duration_s: float
 
 

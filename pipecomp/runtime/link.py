@@ -23,7 +23,7 @@ from pipecomp.transport.base import Address, Connection, Listener, Transport
 __all__ = ["Link", "LinkHub", "Received"]
 
 _log = logging.getLogger(__name__)
-Guest = Callable[[Connection, Any], Awaitable[None]]
+Guest = Callable[[Connection, Any, str], Awaitable[None]]
 """Serves a connection that is no link, from its first message on."""
 _GREETING_S = 60.0
 """How long a connection may stay without a hello, or its hello wait for this process to know its run."""
@@ -45,7 +45,8 @@ class LinkHub:
         guests: Mapping[type[Message], Guest] | None = None,
     ) -> None:
         """`run` and `epoch` may be left out and told later by `configure`; those who dial before that wait. `recorder` hears
-        what links send and receive. `guests`: who serves connections that begin with another message than a hello."""
+        what links send and receive. `guests`: who serves connections that begin with another message than a hello, until this
+        process takes part in a run; it is told the message and this worker's name."""
         self._transport = transport
         self._worker = worker
         self._reconnect_s = reconnect_s
@@ -60,6 +61,7 @@ class LinkHub:
         self._arrival = asyncio.Event()
         self._listeners: list[Listener] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._visits: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def configure(self, run: str, epoch: int, *, credit_nbytes: int | None = None) -> None:
@@ -70,6 +72,8 @@ class LinkHub:
         if credit_nbytes is not None:
             self._credit_nbytes = credit_nbytes
         self._configured.set()
+        for task in self._visits:
+            task.cancel()
 
     async def listen(self, address: Address) -> Address:
         """Bind; the address as neighbours on the same network dial it. Raises AddressError."""
@@ -183,7 +187,7 @@ class LinkHub:
         try:
             async with asyncio.timeout(_GREETING_S):
                 received = wire.decode(await connection.receive())
-                guest = self._guests.get(type(received.message))
+                guest = None if self._configured.is_set() else self._guests.get(type(received.message))
                 if guest is None:
                     await self._configured.wait()
         except (TransportError, RemoteProtocolError, TimeoutError) as e:
@@ -214,11 +218,22 @@ class LinkHub:
         link.offer(connection, received)
 
     async def _serve(self, guest: Guest, connection: Connection, message: Message) -> None:
+        """One at a time: several that measured at once would find less."""
+        if self._visits:
+            await self._refuse(connection, f"{self._worker} is measuring with another one")
+            return
+        visit = asyncio.ensure_future(guest(connection, message, self._worker))
+        self._visits.add(visit)
         try:
-            await guest(connection, message)
+            await visit
         except (TransportError, RemoteProtocolError) as e:
             _log.warning("a connection from %s was closed: %s", connection.peer, e)
+        except asyncio.CancelledError:
+            if not self._configured.is_set():
+                raise
         finally:
+            visit.cancel()
+            self._visits.discard(visit)
             await connection.close(linger_s=1.0)
 
     def _why_not(self, message: Message) -> str:

@@ -1,8 +1,8 @@
 """How fast two workers send to each other, and how long a word takes there and back. Knows connections, their messages and the
 clock; nothing of training.
 
-Each end sends in its turn, for some seconds: chunks, each of which the other end says it has taken. As many bytes may be under
-way as have been taken before, so that a fast link is filled after a few round trips, and a slow one is not given more than it
+Each end sends in its turn, for some seconds: chunks, each of which the other end says it has taken. A quarter of what has been
+taken before may be under way, so that a fast link is filled after some round trips, and a slow one is not given more than it
 carries in the time. What counts begins after a quarter of the turn, once TCP has found the link's rate, and ends when nothing
 more is sent: TCP is slow to repair what is lost at the very end.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pipecomp.errors import PeerLost, RemoteProtocolError, TransportClosed
 from pipecomp.protocol import messages as m
@@ -30,8 +30,6 @@ _FEWEST = 4
 LONGEST_S = 60.0
 """Of sending, in one turn. A link that carries no `_FEWEST` chunks in that time is of no use."""
 
-M = TypeVar("M", bound=m.Message)
-
 
 class LinkSpeed(NamedTuple):
     """As the dialling end has it."""
@@ -41,18 +39,18 @@ class LinkSpeed(NamedTuple):
     round_trip_s: float
 
 
-async def measure(connection: Connection, worker: str, duration_s: float) -> LinkSpeed:
+async def measure(connection: Connection, worker: str, other: str, duration_s: float) -> LinkSpeed:
     """The dialling end's part, from its first message on.
 
     Args:
-        worker: who measures.
+        worker, other: who measures, and who is meant to be at the other end.
         duration_s: of each end's turn.
 
     Raises:
         PeerLost: the other end is gone, or took nothing for too long.
         RemoteProtocolError: it refused, or said what it may not say.
     """
-    await _say(connection, m.SpeedProbe(worker=worker, duration_s=duration_s))
+    await _say(connection, m.SpeedProbe(worker=worker, to=other, duration_s=duration_s))
     round_trips_s = []
     for number in range(_NUM_ECHOES):
         started = time.monotonic()
@@ -64,27 +62,39 @@ async def measure(connection: Connection, worker: str, duration_s: float) -> Lin
     return LinkSpeed(sent, await _take_chunks(connection), min(round_trips_s))
 
 
-async def serve(connection: Connection, probe: m.SpeedProbe) -> None:
-    """The listening end's part, after `probe`; returns when the other end is done.
+async def serve(connection: Connection, probe: m.SpeedProbe, worker: str) -> None:
+    """The listening end's part, of `worker`, after `probe`; returns when the other end is done, or has been told why not.
 
     Raises:
         RemoteProtocolError: it said what it may not say.
     """
+    if probe.to != worker:
+        reason = f"{worker} listens here, and not {probe.to}: say there with --advertise what others dial"
+        await _say(connection, m.Refused(worker=worker, reason=reason))
+        return
     try:
         while True:
-            message = wire.decode(await connection.receive()).message
+            async with asyncio.timeout(LONGEST_S):
+                message = wire.decode(await connection.receive()).message
             match message:
                 case m.Echo():
                     await _say(connection, message)
                 case m.SpeedChunk():
                     await _say(connection, m.SpeedTaken())
                 case m.SpeedTurn():
-                    rate = await _send_chunks(connection, min(probe.duration_s, LONGEST_S))
-                    await _say(connection, m.SpeedTold(nbytes_per_s=rate))
+                    await _say(connection, await _turn(connection, probe, worker))
                 case _:
                     raise RemoteProtocolError(f"{type(message).__name__} came while {probe.worker} measures a link")
-    except (PeerLost, TransportClosed):
+    except (PeerLost, TransportClosed, TimeoutError):
         return
+
+
+async def _turn(connection: Connection, probe: m.SpeedProbe, worker: str) -> m.Message:
+    """What the other end is told of a turn here."""
+    try:
+        return m.SpeedTold(nbytes_per_s=await _send_chunks(connection, min(probe.duration_s, LONGEST_S)))
+    except PeerLost as error:
+        return m.Refused(worker=worker, reason=str(error))
 
 
 async def _send_chunks(connection: Connection, duration_s: float) -> float:
@@ -131,7 +141,7 @@ class _Turn:
         """Returns once all is taken."""
         frames = wire.encode(m.SpeedChunk(buffer_nbytes=(CHUNK_NBYTES,)), [os.urandom(CHUNK_NBYTES)])
         while self._goes_on():
-            if self._sent - self.taken < min(LEAST_NBYTES + self.taken, MOST_NBYTES):
+            if self._sent - self.taken < min(LEAST_NBYTES + self.taken // 4, MOST_NBYTES):
                 self._sent += CHUNK_NBYTES
                 await self._connection.send(frames)
             else:
@@ -144,6 +154,8 @@ class _Turn:
         while True:
             await _expect(self._connection, m.SpeedTaken)
             self.taken += CHUNK_NBYTES
+            if self.taken > self._sent:
+                raise RemoteProtocolError(f"{self._connection.peer} has taken more than was sent")
             self._heard_at = time.monotonic()
             if self._begun is None and self._heard_at >= self._begins:
                 self._begun = self._heard_at, self.taken
@@ -160,11 +172,9 @@ class _Turn:
 
 async def _take_chunks(connection: Connection) -> float:
     while True:
-        message = wire.decode(await connection.receive()).message
+        message = _checked(wire.decode(await connection.receive()).message, connection, m.SpeedTold | m.SpeedChunk)
         if isinstance(message, m.SpeedTold):
             return message.nbytes_per_s
-        if not isinstance(message, m.SpeedChunk):
-            raise RemoteProtocolError(f"{type(message).__name__} came from {connection.peer}, which measures a link")
         await _say(connection, m.SpeedTaken())
 
 
@@ -172,8 +182,11 @@ async def _say(connection: Connection, message: m.Message) -> None:
     await connection.send(wire.encode(message))
 
 
-async def _expect(connection: Connection, kind: type[M]) -> M:
-    message = wire.decode(await connection.receive()).message
+async def _expect(connection: Connection, kind: type[m.Message]) -> None:
+    _checked(wire.decode(await connection.receive()).message, connection, kind)
+
+
+def _checked(message: m.Message, connection: Connection, kind: Any) -> Any:  # noqa: ANN401 - one of `kind`
     if isinstance(message, m.Refused):
         raise RemoteProtocolError(f"{message.worker} refused to measure a link: {message.reason}")
     if not isinstance(message, kind):

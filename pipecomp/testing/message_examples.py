@@ -257,7 +257,7 @@ def _survey() -> tuple[Message, ...]:
         ),
         SurveyLink(worker="b", data_address="tcp://10.0.0.2:7702", duration_s=2.0),
         LinkSurveyed(worker="b", sent_nbytes_per_s=2.5e6, received_nbytes_per_s=1.25e7, round_trip_s=0.03),
-        SpeedProbe(worker="a", duration_s=2.0),
+        SpeedProbe(worker="a", to="b", duration_s=2.0),
         Echo(number=3),
         SpeedChunk(buffer_nbytes=(300,)),
         SpeedTaken(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from coordinator.preparation import read_run
 from coordinator.surveying import SurveyFailed, survey
 from pipecomp.config import RunConfig, parse_run_config
-from pipecomp.planning.machines import Machine
+from pipecomp.planning.forecast import Cluster
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
@@ -60,15 +61,13 @@ class Survey:
             clock=asyncio.get_running_loop().time,
         )
 
-    async def run(self, *workers: WorkerService) -> tuple[tuple[Machine, ...], list[e.Finish]]:
+    async def run(self, *workers: WorkerService) -> tuple[Cluster, list[e.Finish]]:
         listening = asyncio.Event()
-        run = read_run(self._config, None)
         leading = asyncio.create_task(
             survey(
                 self._config,
-                run,
+                partial(read_run, self._config, None),
                 Address("memory://plan"),
-                run.batches.usual_lengths(),
                 transport=MemoryTransport(self.network),
                 say=self.said.append,
                 on_listening=lambda _: listening.set(),
@@ -78,8 +77,8 @@ class Survey:
             async with asyncio.timeout(120):
                 await listening.wait()
                 working = [asyncio.create_task(worker.run()) for worker in workers]
-                machines = await leading
-                return machines, list(await asyncio.gather(*working))
+                _, cluster = await leading
+                return cluster, list(await asyncio.gather(*working))
         finally:
             leading.cancel()
             await asyncio.gather(leading, *working, return_exceptions=True)
@@ -89,7 +88,8 @@ class Survey:
 @pytest.mark.timeout(150)
 async def test_machines_and_links_are_measured_where_they_are_and_workers_leave_in_peace() -> None:
     plan = Survey(make_config(link_rate="40mbit", link_latency_ms=10.0))
-    machines, finishes = await plan.run(*(plan.worker(name) for name in reversed(NAMES)))
+    cluster, finishes = await plan.run(*(plan.worker(name) for name in reversed(NAMES)))
+    machines = cluster.machines
     assert [finish.exit_code for finish in finishes] == [0, 0, 0]
     assert finishes[0].reason == "the plan is made; start the worker again to train"
     assert [machine.name for machine in machines] == list(NAMES)
@@ -100,6 +100,7 @@ async def test_machines_and_links_are_measured_where_they_are_and_workers_leave_
         assert machine.up_nbytes_per_s == pytest.approx(5e6, rel=0.15)
         assert machine.down_nbytes_per_s == pytest.approx(5e6, rel=0.15)
         assert 10.0 <= machine.latency_ms < 40.0
+    assert set(cluster.ways) == {(0, 1), (1, 0), (1, 2), (2, 1)}
     assert [line for line in plan.said if "link" in line] == [
         "measuring the link between attic and cellar",
         "measuring the link between cellar and hall",

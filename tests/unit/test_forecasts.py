@@ -9,7 +9,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.partition import StagePlan
 from pipecomp.planning.advice import advise, best_split, choose_width, layer_counts, too_large
 from pipecomp.planning.forecast import Cluster, Forecast, forecast
-from pipecomp.planning.machines import LayerSeconds, Machine
+from pipecomp.planning.machines import LayerSeconds, Machine, Way
 from pipecomp.planning.work import Evaluations, LayerWork, Width, Work
 from pipecomp.schedules.gpipe import GPipe
 from pipecomp.types import Kind, Rank, Shard
@@ -94,6 +94,19 @@ def test_messages_that_do_not_fit_are_sent_as_on_a_first_visit():
     half = planned(work(store_nbytes=500.0), codec, cluster, split(3, 3))
     assert half.step_s == pytest.approx(2 + 6 * 3 + 2 + 24 + 4)
     assert [(share.message_nbytes, share.kept_nbytes) for share in half.shares] == [(1000, 500), (1000, 500)]
+
+
+def test_a_way_that_is_slower_than_both_connections_rules_in_its_direction():
+    slow = {(Rank(0), Rank(1)): Way(sender="m0", receiver="m1", rate="8kbit", latency_ms=500)}
+    codec = width(7000.0, 2000.0)
+    one = planned(work(), codec, Cluster(machines(1, 1, up="80kbit", latency_ms=100), ways=slow), split(3, 3))
+    # 2 s of forward, 6 messages of 7 s and the latencies of sender and way; 2 s and 6 backwards; one message of 0.2 s and its
+    # latency, one backward; three control messages.
+    assert one.step_s == pytest.approx(2 + 42 + 0.6 + 2 + 24 + 0.2 + 0.1 + 4 + 0.3)
+    assert str(one.step.bound) == "path from rank 0 to rank 1"
+    tied = planned(work(), codec._replace(tied_nbytes=5000.0), Cluster(machines(1, 1), ways=slow), split(3, 3, tied="exchange"))
+    local = planned(work(), codec, Cluster(machines(1, 1), ways=slow), split(3, 3))
+    assert tied.step_s - local.step_s == pytest.approx(5.5)
 
 
 def test_gradients_of_a_tied_weight_are_exchanged_after_the_pipeline():

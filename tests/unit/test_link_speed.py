@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from pipecomp.protocol import messages as m
 from pipecomp.protocol import wire
 from pipecomp.runtime import link_speed
 from pipecomp.runtime.link import LinkHub
-from pipecomp.runtime.link_speed import LinkSpeed, measure, serve
+from pipecomp.runtime.link_speed import CHUNK_NBYTES, LEAST_NBYTES, LinkSpeed, measure, serve
 from pipecomp.transport.base import Address, Connection
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
 from pipecomp.transport.shaped import ShapedTransport
@@ -38,10 +39,10 @@ async def ends() -> AsyncIterator[Ends]:
     await hub.close()
 
 
-async def measured(ends: Ends, duration_s: float) -> LinkSpeed:
+async def measured(ends: Ends, duration_s: float, other: str = "b") -> LinkSpeed:
     connection = await ends.dialling.dial(HERE, timeout_s=5)
     try:
-        return await measure(connection, "a", duration_s)
+        return await measure(connection, "a", other, duration_s)
     finally:
         await connection.close()
 
@@ -80,11 +81,55 @@ async def test_another_link_can_be_measured_after_it_and_a_run_goes_on_as_ever(e
 
 async def test_a_stranger_who_says_what_does_not_belong_here_is_closed(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     connection = await ends.dialling.dial(HERE, timeout_s=5)
-    for message in (m.SpeedProbe(worker="a", duration_s=1.0), m.SpeedTold(nbytes_per_s=1.0)):
+    for message in (m.SpeedProbe(worker="a", to="b", duration_s=1.0), m.SpeedTold(nbytes_per_s=1.0)):
         await connection.send(wire.encode(message))
     with pytest.raises(PeerLost):
         await connection.receive()
     assert "SpeedTold came while a measures a link" in caplog.text
+
+
+async def test_who_is_not_the_one_that_is_meant_says_so(ends: Ends) -> None:
+    with pytest.raises(RemoteProtocolError, match="b listens here, and not c: say there with --advertise what others dial"):
+        await measured(ends, 0.1, other="c")
+
+
+async def test_the_other_ends_own_reason_is_told(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends.listening.limit(rate_nbytes_per_s=1e5, latency_s=0.0)
+    monkeypatch.setattr(link_speed, "LONGEST_S", 0.5)
+    with pytest.raises(RemoteProtocolError, match=r"b refused to measure a link: .* too slow to train over"):
+        await measured(ends, 0.1)
+
+
+async def test_one_measures_at_a_time(ends: Ends) -> None:
+    first = asyncio.create_task(measured(ends, 0.3))
+    await asyncio.sleep(0.1)
+    with pytest.raises(RemoteProtocolError, match="b is measuring with another one"):
+        await measured(ends, 0.1)
+    assert (await first).sent_nbytes_per_s > 0
+
+
+async def test_once_a_run_has_begun_nobody_measures_any_more(ends: Ends) -> None:
+    ends.dialling.limit(rate_nbytes_per_s=1e6, latency_s=0.0)
+    under_way = asyncio.create_task(measured(ends, 5.0))
+    await asyncio.sleep(0.1)
+    ends.hub.configure("run", 1)
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(under_way, 5)
+    with pytest.raises(RemoteProtocolError, match="a link begins with LinkHello, not SpeedProbe"):
+        await measured(ends, 0.1)
+
+
+async def test_more_taken_than_sent_is_no_credit(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    connection = await ends.dialling.dial(HERE, timeout_s=5)
+    for message in (m.SpeedProbe(worker="a", to="b", duration_s=5.0), m.SpeedTurn(), *[m.SpeedTaken()] * 100):
+        await connection.send(wire.encode(message))
+    received = 0
+    with contextlib.suppress(PeerLost):
+        async with asyncio.timeout(5):
+            while await connection.receive():
+                received += 1
+    assert received <= LEAST_NBYTES // CHUNK_NBYTES + 100 // 4
+    assert "has taken more than was sent" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -106,7 +151,7 @@ async def test_what_the_other_end_may_not_answer_is_told(answer: m.Message, word
     replying = asyncio.create_task(reply())
     connection = await MemoryTransport(network).dial(HERE, timeout_s=5)
     with pytest.raises(RemoteProtocolError, match=words):
-        await measure(connection, "a", 0.1)
+        await measure(connection, "a", "b", 0.1)
     await (await replying).close()
     await connection.close()
     await listener.close()

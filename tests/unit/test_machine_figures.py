@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pipecomp.errors import ConfigError
-from pipecomp.planning.machines import LayerSeconds, Machine, parse_figures
+from pipecomp.planning import Path
+from pipecomp.planning.machines import LayerSeconds, Machine, parse_figures, parse_ways
 from pipecomp.planning.work import LayerWork
 
 BLOCK = {"forward_s": 0.5, "backward_s": 1.5}
@@ -74,3 +75,29 @@ def test_a_speed_in_multiply_adds_makes_a_backward_two_or_three_forwards(recompu
 def test_a_mistake_is_told_with_its_worker_and_what_is_allowed(tree: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         parse_figures(tree, 2, "f.toml")
+
+
+TWO = (Machine(name="attic", block=LayerSeconds(0.5, 1.5)), Machine(name="cellar", block=LayerSeconds(0.5, 1.5)))
+
+
+def test_a_way_between_two_machines_has_a_rate_and_a_latency_of_its_own():
+    tree = {"links": [{"sender": "attic", "receiver": "cellar", "rate": "8mbit", "latency_ms": 20}]}
+    ways = parse_ways(tree, TWO, "f.toml")
+    assert {pair: way.path for pair, way in ways.items()} == {(0, 1): Path(1e6, 0.02)}
+    assert parse_ways({"links": [{"sender": "cellar", "receiver": "attic"}]}, TWO, "f")[1, 0].path == Path(math.inf, 0.0)
+    assert parse_ways({}, TWO, "f.toml") == {}
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ({"sender": "attic", "receiver": "roof"}, r"link 0: there is no worker 'roof'; there are: attic, cellar"),
+        ({"sender": "attic", "receiver": "cellar", "rate": "slow"}, r"link 0: rate = 'slow': write a rate"),
+        ({"sender": "attic", "to": "cellar"}, r"link 0: .*; allowed: sender, receiver, rate, latency_ms"),
+        ({"sender": "attic", "receiver": "cellar", "latency_ms": -1}, r"link 0: .*latency_ms"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_a_way_is_told(way: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse_ways({"links": [way]}, TWO, "f.toml")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from coordinator import events as e
 from coordinator.survey import LINK_S, TRANSITIONS, Phase, Surveyed, SurveyState
-from coordinator.surveying import machine_of
+from coordinator.surveying import SurveyFailed, cluster_of, pairs_of
 from pipecomp.config import ClusterConfig
 from pipecomp.errors import LocalProtocolError
-from pipecomp.planning.machines import LayerSeconds
+from pipecomp.partition import StagePlan
+from pipecomp.planning.machines import LayerSeconds, Way, parse_figures, parse_ways
 from pipecomp.protocol import messages as m
+from pipecomp.types import Rank, Shard
 
 FOUND = m.MachineSurveyed(
     layers=(
@@ -24,6 +28,7 @@ FOUND = m.MachineSurveyed(
     updates_per_s=3e8,
     coded_values_per_s=2e8,
 )
+UNSOUND = m.LayerFigures(kind="block", forward_s=0.05, backward_s=0.15, weights_s=9.0)
 Join = Callable[..., m.Join]
 
 
@@ -38,10 +43,10 @@ def link(worker: str, sent: float, received: float, round_trip_s: float) -> m.Li
 class Script:
     """Worker i is peer i and is called w<i>."""
 
-    def __init__(self, terms: e.RunTerms, num_workers: int, join: Join) -> None:
+    def __init__(self, terms: e.RunTerms, num_workers: int, join: Join, pairs: Sequence[tuple[int, int]]) -> None:
         self.said: list[str] = []
         cluster = ClusterConfig(num_stages=num_workers, join_timeout_s=60.0)
-        self.state = SurveyState(cluster, terms, "1.0", order=order_of, say=self.said.append)
+        self.state = SurveyState(cluster, terms, "1.0", pairs=pairs, order=order_of, say=self.said.append)
         self.now = 0.0
         self.join = join
         self.num_workers = num_workers
@@ -66,11 +71,9 @@ class Script:
 
 @pytest.fixture
 def make(terms: Callable[..., e.RunTerms], join: Join) -> Callable[..., Script]:
-    def make_script(num_workers: int = 2, ranks: Sequence[int] | None = None) -> Script:
-        of_run = terms(num_workers)
-        if ranks is not None:
-            of_run = of_run._replace(stages=tuple(e.StageSplit(i, rank, i, i + 1) for i, rank in enumerate(ranks)))
-        return Script(of_run, num_workers, join)
+    def make_script(num_workers: int = 2) -> Script:
+        pairs = [(rank, rank + 1) for rank in range(num_workers - 1)]
+        return Script(terms(num_workers), num_workers, join, pairs)
 
     return make_script
 
@@ -102,40 +105,99 @@ def test_links_are_measured_one_after_another_by_who_dials_them(make: Callable[.
     for worker in range(2):
         assert script.say(worker, m.Goodbye(worker=f"w{worker}", reason="")) == []
     assert script.say(2, m.Goodbye(worker="w2", reason="")) == [e.Finish(0, "", stopped_early=False)]
-    assert [each[2:] for each in script.state.results()] == [  # up, down, one way
-        (1e6, 2e6, 0.01),
-        (3e6, 4e6, 0.03),  # down: the better of 1e6 and 4e6
-        (4e6, 3e6, 0.03),
-    ]
+    assert script.state.results() == Surveyed(
+        tuple(script.join(f"w{rank}") for rank in range(3)),
+        (FOUND,) * 3,
+        {(0, 1): link("w1", 1e6, 2e6, 0.02), (1, 2): link("w2", 3e6, 4e6, 0.06)},
+    )
 
 
-def test_a_pair_that_holds_several_stages_is_measured_once(make: Callable[..., Script]) -> None:
-    script = make(3, ranks=[0, 1, 2, 0])
-    assert script.measure_machines() == dial(0, 1)
-    assert script.say(0, link("w1", 1.0, 1.0, 0.0)) == dial(1, 2)
-    assert script.say(1, link("w2", 1.0, 1.0, 0.0)) == dial(2, 0)
-    two = make(2, ranks=[0, 1, 0])
-    assert two.measure_machines() == dial(0, 1)
-    assert isinstance(two.say(0, link("w1", 1.0, 1.0, 0.0))[0], e.Send)
-    assert two.state.phase is Phase.STOPPING
+@pytest.mark.parametrize(
+    ("ranks", "tied", "pairs"),
+    [
+        ([0, 1, 2], "none", [(0, 1), (1, 2)]),
+        ([0, 1, 2, 0], "local", [(0, 1), (1, 2), (2, 0)]),  # the head lies beside the embedding
+        ([0, 1, 2], "exchange", [(0, 1), (1, 2), (0, 2)]),
+        ([0, 1, 0], "local", [(0, 1)]),
+        ([0, 1], "exchange", [(0, 1)]),
+        ([0], "none", []),
+    ],
+)
+def test_pairs_are_those_that_exchange_tensors_each_once(
+    ranks: list[int], tied: str, pairs: list[tuple[int, int]]
+) -> None:
+    shards = tuple(Shard(i, i + 1) for i in range(len(ranks)))
+    assert pairs_of(StagePlan(shards, tuple(map(Rank, ranks)), tied)) == pairs
 
 
 def test_one_machine_has_no_link(make: Callable[..., Script]) -> None:
     script = make(1)
     script.measure_machines()
     script.do(e.PeerDisconnected(e.Peer(0), "closed"))
-    (alone,) = script.state.results()
-    assert alone == Surveyed(script.join("w0"), FOUND, None, None, 0.0)
-    machine = machine_of(alone)
-    assert (machine.up, machine.down, machine.latency_ms) == (None, None, 0.0)
+    cluster = cluster_of(script.state.results())
+    (machine,) = cluster.machines
+    assert (machine.up, machine.down, machine.latency_ms, cluster.ways) == (None, None, 0.0, {})
 
 
-def test_a_machine_is_written_as_figures_have_it(join: Join) -> None:
-    machine = machine_of(Surveyed(join("w3", memory_nbytes=2**34), FOUND, 2.5e6, 12.5e6, 0.0151))
-    assert machine.name == "w3"
-    assert (machine.block, machine.head) == (LayerSeconds(0.05, 0.15, 0.05), LayerSeconds(0.02, 0.04, 0.01))
-    assert (machine.up, machine.down, machine.latency_ms) == ("20000kbit", "100000kbit", 15.1)
-    assert (machine.up_nbytes_per_s, machine.memory_nbytes) == (2.5e6, 2**34)
+def two_sites(join: Join, **found: object) -> Surveyed:
+    """a and b in one house, c and d in another, 20 Mbit/s and 30 ms between them; c and d are one machine."""
+    joins = (join("a", memory_nbytes=2**34), join("b"), join("c", host="h", memory_nbytes=2**33), join("d", host="h"))
+    links = {
+        (0, 1): link("b", 1.25e7, 1.2e7, 0.0),
+        (1, 2): link("c", 2.5e6, 2.4e6, 0.06),
+        (2, 3): link("d", 1e9, 1e9, 0.001),
+    }
+    return Surveyed(joins, (FOUND,) * 4, links)._replace(**found)  # type: ignore[arg-type]
+
+
+def test_machines_and_the_ways_between_them_are_written_as_figures_have_them(join: Join) -> None:
+    cluster = cluster_of(two_sites(join))
+    a, b, c, _ = cluster.machines
+    assert (a.name, a.block, a.head) == ("a", LayerSeconds(0.05, 0.15, 0.05), LayerSeconds(0.02, 0.04, 0.01))
+    assert (b.up, b.down, b.latency_ms) == ("96000kbit", "100000kbit", 0.0)  # its best link's
+    assert (c.up, c.down, c.latency_ms) == ("8000000kbit", "8000000kbit", 0.5)
+    assert (a.memory_nbytes, c.memory_nbytes) == (2**34, 2**32)  # shared by two
+    way = cluster.ways[Rank(1), Rank(2)]
+    assert way == Way(sender="b", receiver="c", rate="20000kbit", latency_ms=30.0)
+    assert cluster.ways[Rank(2), Rank(1)] == Way(sender="c", receiver="b", rate="19200kbit", latency_ms=29.5)
+    tree = {"workers": [msgspec.to_builtins(each) for each in cluster.machines]}
+    tree["links"] = [msgspec.to_builtins(each) for each in cluster.ways.values()]
+    machines = parse_figures(tree, 4, "f")
+    assert (machines, parse_ways(tree, machines, "f")) == (cluster.machines, cluster.ways)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"links": {(0, 1): link("b", 0.0, 1.0, 0.0)}}, "a measured a link that cannot be"),
+        ({"links": {(0, 1): link("b", 1.0, math.inf, 0.0)}}, "a measured a link that cannot be"),
+        ({"links": {(0, 1): link("b", 1.0, 1.0, math.nan)}}, "a measured a link that cannot be"),
+        ({"machines": (msgspec.structs.replace(FOUND, layers=()),) * 4}, "a measured what cannot be: no block"),
+        ({"machines": (msgspec.structs.replace(FOUND, updates_per_s=0.0),) * 4}, "a measured what cannot be"),
+        ({"machines": (msgspec.structs.replace(FOUND, coded_values_per_s=math.nan),) * 4}, "> 0"),
+        ({"machines": (msgspec.structs.replace(FOUND, layers=(UNSOUND,)),) * 4}, "longer than the backward pass"),
+    ],
+)
+def test_a_worker_that_finds_what_cannot_be_is_named(join: Join, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(SurveyFailed, match=words):
+        cluster_of(two_sites(join, **changes))
+
+
+def test_ctrl_c_is_told_to_all(make: Callable[..., Script]) -> None:
+    script = make()
+    script.gather()
+    stop = m.Stop(reason="interrupted", failed=True)
+    told = [e.Send(e.Peer(rank), stop) for rank in range(2)]
+    assert script.do(e.StopRequested(urgent=True)) == [*told, e.Finish(130, "interrupted", stopped_early=True)]
+
+
+def test_once_all_is_found_nothing_that_a_worker_says_takes_it_away(make: Callable[..., Script]) -> None:
+    script = make()
+    script.measure_machines()
+    script.say(0, link("w1", 1.0, 1.0, 0.0))
+    assert script.say(0, m.Failed(worker="w0", stages=(), activity="", reason="out of memory")) == []
+    assert script.say(1, FOUND) == [e.Finish(0, "", stopped_early=False)]
+    assert len(script.state.results().machines) == 2
 
 
 def test_heartbeats_are_answered_before_and_after_joining(make: Callable[..., Script]) -> None:
