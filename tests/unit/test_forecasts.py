@@ -103,7 +103,7 @@ def test_a_way_that_is_slower_than_both_connections_rules_in_its_direction():
     # 2 s of forward, 6 messages of 7 s and the latencies of sender and way; 2 s and 6 backwards; one message of 0.2 s and its
     # latency, one backward; three control messages.
     assert one.step_s == pytest.approx(2 + 42 + 0.6 + 2 + 24 + 0.2 + 0.1 + 4 + 0.3)
-    assert str(one.step.bound) == "path from rank 0 to rank 1"
+    assert str(one.step.bound) == "forward link from rank 0 to rank 1"
     tied = planned(work(), codec._replace(tied_nbytes=5000.0), Cluster(machines(1, 1), ways=slow), split(3, 3, tied="exchange"))
     local = planned(work(), codec, Cluster(machines(1, 1), ways=slow), split(3, 3))
     assert tied.step_s - local.step_s == pytest.approx(5.5)
