@@ -121,6 +121,14 @@ def table(rows: list[results.Row]) -> list[str]:
     ]
 
 
+def document_table(rows: list[results.Row]) -> list[str]:
+    """For docs/performance.md."""
+    lines = ["| links | system | step | of the peer's |", "| --- " * 4 + "|"]
+    return lines + [
+        f"| {row['rate']} | {row['system']} | {row['step_s']:.3f} s | {row['ratio_to_peer']:.3f} |" for row in rows
+    ]
+
+
 def _rate_rows(rate: str, folder: Path, rounds: int) -> list[results.Row]:
     turns: dict[str, list[list[float]]] = {system: [] for system in SYSTEMS}
     names = list(SYSTEMS)

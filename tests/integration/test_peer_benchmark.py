@@ -42,3 +42,9 @@ def test_a_bar_is_missed_by_a_step_that_is_too_long() -> None:
         (1.06, 1.05, False),
         (0.65, 0.65, True),
     ]
+
+
+def test_the_document_tells_what_was_measured() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "docs" / "results" / "peer.json").read_text())["rows"]
+    assert "\n".join(peer.document_table(rows)) in (root / "docs" / "performance.md").read_text()
