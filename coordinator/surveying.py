@@ -25,6 +25,7 @@ from pipecomp.partition import StagePlan
 from pipecomp.planning.forecast import Cluster
 from pipecomp.planning.machines import LayerSeconds, Machine, Way
 from pipecomp.protocol import messages as m
+from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.probe import HANDLING_S
 from pipecomp.transport.base import Address, Transport
 from pipecomp.types import Rank
@@ -134,15 +135,19 @@ async def _read(
 ) -> tuple[ReadRun, list[e.Event]]:
     """The run, and what happened meanwhile: heartbeats are answered, all else is kept for later."""
     early: list[e.Event] = []
-    reading = asyncio.create_task(asyncio.to_thread(read))
-    while not reading.done():
-        event = await events.get()  # ticks come all the time
-        if isinstance(event, e.MessageReceived) and isinstance(event.message, m.Heartbeat):
-            reply = m.HeartbeatReply(sent_at_s=event.message.sent_at_s, answered_at_s=time.monotonic())
-            peers.send([event.peer], reply)
-        elif not isinstance(event, e.Tick):
-            early.append(event)
-    return reading.result(), early
+    thread = ComputeThread()
+    try:
+        reading = thread.start(read)
+        while not reading.done():
+            event = await events.get()  # ticks come all the time
+            if isinstance(event, e.MessageReceived) and isinstance(event.message, m.Heartbeat):
+                reply = m.HeartbeatReply(sent_at_s=event.message.sent_at_s, answered_at_s=time.monotonic())
+                peers.send([event.peer], reply)
+            elif not isinstance(event, e.Tick):
+                early.append(event)
+        return reading.result(), early
+    finally:
+        thread.close()
 
 
 async def _until_finished(
