@@ -191,7 +191,8 @@ def cluster_of(found: Surveyed) -> Cluster:
     """Machines and the ways between them, as `--figures` has them.
 
     What a machine sends over its best link is what it can send at all, and its nearest neighbour tells its own latency; the way
-    to each neighbour has the rate that was measured, and what latency is left.
+    to each neighbour has the rate that was measured, and what latency is left. A link that carries what its sender can send
+    tells nothing of what its receiver could take, so that is left out then.
 
     Raises:
         SurveyFailed: a worker found what cannot be.
@@ -215,6 +216,8 @@ def cluster_of(found: Surveyed) -> Cluster:
     )
 
 
+_LIMITED = 0.8
+"""Of what a sender can send at all: a link that carries less is held up elsewhere."""
 _Ways = Mapping[tuple[int, int], tuple[float, float]]
 """Bytes a second and seconds one way, by sender and receiver."""
 
@@ -233,9 +236,15 @@ def _directed(found: Surveyed) -> _Ways:
 def _best(ways: _Ways, rank: int) -> tuple[float | None, float | None, float]:
     """Up, down and latency of one machine; None without a link."""
     sent = [way for (sender, _), way in ways.items() if sender == rank]
-    received = [way for (_, receiver), way in ways.items() if receiver == rank]
-    up, down = (max((rate for rate, _ in each), default=None) for each in (sent, received))
-    return up, down, min((latency_s for _, latency_s in sent), default=0.0)
+    if not sent:
+        return None, None, 0.0
+    down, best_sender = max((rate, sender) for (sender, receiver), (rate, _) in ways.items() if receiver == rank)
+    is_limited = down < _LIMITED * _up(ways, best_sender)
+    return _up(ways, rank), down if is_limited else None, min(latency_s for _, latency_s in sent)
+
+
+def _up(ways: _Ways, rank: int) -> float:
+    return max(rate for (sender, _), (rate, _) in ways.items() if sender == rank)
 
 
 def _machine_of(found: Surveyed, rank: int, up: float | None, down: float | None, latency_s: float) -> Machine:

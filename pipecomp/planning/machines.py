@@ -151,6 +151,8 @@ def parse_ways(tree: dict[str, Any], machines: Sequence[Machine], source: str) -
     """Check `[[links]]` of a parsed file. Raises ConfigError as `parse_figures` does."""
     ranks = {machine.name: Rank(rank) for rank, machine in enumerate(machines)}
     found: dict[tuple[Rank, Rank], Way] = {}
+    if not isinstance(tree.get("links", []), list):
+        raise ConfigError(f"{source}: write a table [[links]], with two brackets each side, for each way between two workers")
     for index, values in enumerate(tree.get("links", [])):
         where = f"{source}: link {index}"
         try:
@@ -162,6 +164,9 @@ def parse_ways(tree: dict[str, Any], machines: Sequence[Machine], source: str) -
                 raise ConfigError(f"{where}: there is no worker {name!r}; there are: {', '.join(ranks)}")
         if way.rate is not None:
             parse_rate(way.rate, f"{where}: rate")
+        if way.sender == way.receiver or (ranks[way.sender], ranks[way.receiver]) in found:
+            fault = "is there twice" if way.sender != way.receiver else "ends where it begins"
+            raise ConfigError(f"{where}: the way from {way.sender} to {way.receiver} {fault}")
         found[ranks[way.sender], ranks[way.receiver]] = way
     return found
 

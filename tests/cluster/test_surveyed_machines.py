@@ -98,7 +98,7 @@ async def test_machines_and_links_are_measured_where_they_are_and_workers_leave_
         assert 0 < machine.block.weights_s <= machine.block.backward_s
         assert machine.updates_per_s is not None and machine.coded_values_per_s is not None
         assert machine.up_nbytes_per_s == pytest.approx(5e6, rel=0.15)
-        assert machine.down_nbytes_per_s == pytest.approx(5e6, rel=0.15)
+        assert machine.down is None  # as fast as the others send
         assert 10.0 <= machine.latency_ms < 40.0
     assert set(cluster.ways) == {(0, 1), (1, 0), (1, 2), (2, 1)}
     assert [line for line in plan.said if "link" in line] == [

@@ -161,8 +161,9 @@ def test_a_plan_measures_hosts_and_links_where_they_are_and_its_output_is_a_file
     assert [worker["name"] for worker in made["workers"]] == ["host-1", "host-2"]
     assert [(link["sender"], link["receiver"]) for link in made["links"]] == [("host-1", "host-2"), ("host-2", "host-1")]
     for worker in made["workers"]:
-        for way in ("up", "down"):  # TCP may lose time repairing losses, and then make some of it good at once
-            assert 0.5 * 20_000 < float(worker[way].removesuffix("kbit")) < 1.15 * 20_000
+        # TCP may lose time repairing losses, and then make some of it good at once.
+        assert 0.5 * 20_000 < float(worker["up"].removesuffix("kbit")) < 1.15 * 20_000
+        assert "down" not in worker  # as fast as the other sends: nothing tells how much more it could take
     again = subprocess.run(
         [PIPECOMP, "plan", str(run_file), "--figures", str(figures), "--json"], capture_output=True, text=True, check=True
     )

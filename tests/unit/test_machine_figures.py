@@ -101,3 +101,13 @@ def test_a_way_between_two_machines_has_a_rate_and_a_latency_of_its_own():
 def test_a_mistake_in_a_way_is_told(way: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         parse_ways({"links": [way]}, TWO, "f.toml")
+
+
+def test_a_way_is_told_once_and_leads_elsewhere_and_stands_in_double_brackets():
+    once = {"sender": "attic", "receiver": "cellar"}
+    with pytest.raises(ConfigError, match="link 1: the way from attic to cellar is there twice"):
+        parse_ways({"links": [once, once]}, TWO, "f.toml")
+    with pytest.raises(ConfigError, match="link 0: the way from attic to attic ends where it begins"):
+        parse_ways({"links": [{"sender": "attic", "receiver": "attic"}]}, TWO, "f.toml")
+    with pytest.raises(ConfigError, match=r"write a table \[\[links\]\], with two brackets"):
+        parse_ways({"links": once}, TWO, "f.toml")

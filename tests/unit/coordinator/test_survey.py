@@ -154,8 +154,8 @@ def test_machines_and_the_ways_between_them_are_written_as_figures_have_them(joi
     cluster = cluster_of(two_sites(join))
     a, b, c, _ = cluster.machines
     assert (a.name, a.block, a.head) == ("a", LayerSeconds(0.05, 0.15, 0.05), LayerSeconds(0.02, 0.04, 0.01))
-    assert (b.up, b.down, b.latency_ms) == ("96000kbit", "100000kbit", 0.0)  # its best link's
-    assert (c.up, c.down, c.latency_ms) == ("8000000kbit", "8000000kbit", 0.5)
+    assert (b.up, b.down, b.latency_ms) == ("96000kbit", None, 0.0)  # its best link's; c sends far more than b receives of it,
+    assert (c.up, c.down, c.latency_ms) == ("8000000kbit", None, 0.5)  # but a sends to b all that it can
     assert (a.memory_nbytes, c.memory_nbytes) == (2**34, 2**32)  # shared by two
     way = cluster.ways[Rank(1), Rank(2)]
     assert way == Way(sender="b", receiver="c", rate="20000kbit", latency_ms=30.0)
@@ -164,6 +164,15 @@ def test_machines_and_the_ways_between_them_are_written_as_figures_have_them(joi
     tree["links"] = [msgspec.to_builtins(each) for each in cluster.ways.values()]
     machines = parse_figures(tree, 4, "f")
     assert (machines, parse_ways(tree, machines, "f")) == (cluster.machines, cluster.ways)
+
+
+def test_what_a_machine_can_receive_is_told_where_its_senders_could_send_more(join: Join) -> None:
+    links = {(0, 1): link("b", 1e8, 1e8, 0.0), (1, 2): link("c", 2e7, 9e7, 0.0), (2, 3): link("d", 1e8, 1e8, 0.0)}
+    cluster = cluster_of(two_sites(join, links=links))
+    assert [machine.down for machine in cluster.machines] == [None, None, None, None]
+    slow = {(0, 1): link("b", 1e8, 1e8, 0.0), (1, 2): link("c", 2e7, 9e7, 0.0), (2, 3): link("d", 9e7, 2.1e7, 0.0)}
+    receiving = cluster_of(two_sites(join, links={**slow, (1, 2): link("c", 2e7, 9e7, 0.0), (3, 0): link("a", 1e8, 1e8, 0.0)}))
+    assert receiving.machines[2].down == "168000kbit"  # 20 and 21 MB/s of senders that send 100 MB/s elsewhere
 
 
 @pytest.mark.parametrize(
