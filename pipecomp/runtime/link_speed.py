@@ -1,7 +1,7 @@
 """How fast two workers send to each other, and how long a word takes there and back. Knows connections, their messages and the
 clock; nothing of training.
 
-Each end sends in its turn, for some seconds: chunks, each of which the other end says it has taken. A quarter of what has been
+Each end sends in its turn, for some seconds: chunks, each of which the other end says it has taken. Half as much as has been
 taken before may be under way, so that a fast link is filled after some round trips, and a slow one is not given more than it
 carries in the time. What counts begins after a quarter of the turn, once TCP has found the link's rate, and ends when nothing
 more is sent: TCP is slow to repair what is lost at the very end.
@@ -20,8 +20,9 @@ from pipecomp.protocol import wire
 from pipecomp.transport.base import Connection
 
 CHUNK_NBYTES = 32 * 2**10
-LEAST_NBYTES, MOST_NBYTES = 4 * CHUNK_NBYTES, 16 * 2**20
-"""Under way at once: at first, and at most. The most fills 1 Gbit/s with a round trip of 0.13 s."""
+LEAST_NBYTES, MOST_NBYTES = 16 * CHUNK_NBYTES, 16 * 2**20
+"""Under way at once: at first, and at most. Less at first would come in bursts, and TCP is slow to repair what it loses at the end
+of a burst. The most fills 1 Gbit/s with a round trip of 0.13 s."""
 _NUM_ECHOES = 5
 _BEFORE = 1 / 4
 """Of a turn, that does not count."""
@@ -141,7 +142,7 @@ class _Turn:
         """Returns once all is taken."""
         frames = wire.encode(m.SpeedChunk(buffer_nbytes=(CHUNK_NBYTES,)), [os.urandom(CHUNK_NBYTES)])
         while self._goes_on():
-            if self._sent - self.taken < min(LEAST_NBYTES + self.taken // 4, MOST_NBYTES):
+            if self._sent - self.taken < min(LEAST_NBYTES + self.taken // 2, MOST_NBYTES):
                 self._sent += CHUNK_NBYTES
                 await self._connection.send(frames)
             else:

@@ -59,7 +59,7 @@ async def test_each_way_has_its_own_rate_and_the_round_trip_has_both_latencies(e
 async def test_a_link_that_needs_longer_than_a_turn_for_a_chunk_is_measured_all_the_same(ends: Ends) -> None:
     ends.dialling.limit(rate_nbytes_per_s=2.5e5, latency_s=0.0)  # 0.13 s a chunk
     speed = await measured(ends, 0.05)
-    assert speed.sent_nbytes_per_s == pytest.approx(2.5e5, rel=0.1)
+    assert speed.sent_nbytes_per_s == pytest.approx(2.5e5, rel=0.3)  # of four chunks
 
 
 async def test_a_link_that_is_of_no_use_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ async def test_more_taken_than_sent_is_no_credit(ends: Ends, caplog: pytest.LogC
         async with asyncio.timeout(5):
             while await connection.receive():
                 received += 1
-    assert received <= LEAST_NBYTES // CHUNK_NBYTES + 100 // 4
+    assert received <= LEAST_NBYTES // CHUNK_NBYTES + 100 // 2
     assert "has taken more than was sent" in caplog.text
 
 
