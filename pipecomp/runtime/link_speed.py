@@ -21,8 +21,8 @@ from pipecomp.transport.base import Connection
 
 CHUNK_NBYTES = 32 * 2**10
 LEAST_NBYTES, MOST_NBYTES = 16 * CHUNK_NBYTES, 16 * 2**20
-"""Under way at once: at first, and at most. Less at first would come in bursts, and TCP is slow to repair what it loses at the end
-of a burst. The most fills 1 Gbit/s with a round trip of 0.13 s."""
+"""Under way at once: at first, and at most. Less at first would come in bursts, and TCP is slow to repair what it loses at their
+end. The most fills 1 Gbit/s with a round trip of 0.13 s."""
 _NUM_ECHOES = 5
 _BEFORE = 1 / 4
 """Of a turn, that does not count."""
