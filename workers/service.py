@@ -180,6 +180,8 @@ class WorkerService:
             case e.Send(message=message):
                 if isinstance(message, _REPORTS):
                     await self._send_spans()
+                if isinstance(message, m.Goodbye) and self._round_trips:  # a short run's clocks were not told yet
+                    await self._send(self._heartbeat())
                 await self._send(message)
             case e.Load(assignment=assignment):
                 assert self.state.welcome is not None

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from pipecomp.errors import PeerLost
+from pipecomp.protocol import messages as m
+from pipecomp.protocol import wire
 from pipecomp.protocol.messages import StageAddress
 from pipecomp.runtime.assembly import connect
 from pipecomp.transport.base import Address
@@ -80,3 +82,28 @@ def test_a_worker_has_imported_all_that_is_slow_before_it_joins() -> None:
     """Imports hold the interpreter, and heartbeats with it."""
     done = subprocess.run([sys.executable, "-c", LISTS_MODULES], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout == "set()\n"
+
+
+async def test_a_worker_that_leaves_tells_what_its_clock_reads_before_its_goodbye() -> None:
+    """A run may be over before a second heartbeat would have told it."""
+    network = MemoryNetwork()
+    listener = await MemoryTransport(network).listen(Address("memory://coordinator"))
+    work = AssignedWork(name="w", data_address=Address("memory://w"), transport=MemoryTransport(network))
+    options = WorkerOptions(coordinator="memory://coordinator", name="w")
+    service = WorkerService(options, control=MemoryTransport(network), work=work)
+    running = asyncio.create_task(service.run())
+    heard: list[m.Message] = []
+    async with asyncio.timeout(10):
+        connection = await listener.accept()
+        while not any(isinstance(message, m.Heartbeat) for message in heard):
+            heard.append(wire.decode(await connection.receive()).message)
+        first = next(message for message in heard if isinstance(message, m.Heartbeat))
+        for answer in (m.HeartbeatReply(sent_at_s=first.sent_at_s, answered_at_s=7.0), m.Stop(reason="done", failed=False)):
+            await connection.send(wire.encode(answer))
+        while not isinstance(heard[-1], m.Goodbye):
+            heard.append(wire.decode(await connection.receive()).message)
+        await running
+    last = heard[-2]
+    assert isinstance(last, m.Heartbeat)
+    assert [trip.answered_s for trip in last.round_trips] == [7.0]
+    await listener.close()
