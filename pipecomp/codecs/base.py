@@ -45,6 +45,8 @@ class Codec(abc.ABC):
 
     name: str
     has_messages: bool = False
+    is_exact: bool = False
+    """What is decoded is what was encoded, bit for bit, so that there is no error to feed back."""
 
     @classmethod
     @abc.abstractmethod
@@ -69,6 +71,33 @@ class Codec(abc.ABC):
             NonFiniteValues: `values` hold NaN or infinity; says where.
             CodecError: wrong shape or dtype.
         """
+
+    def encode_with_feedback(
+        self, values: torch.Tensor, error_in: torch.Tensor | None, *, seed: int, out: np.ndarray
+    ) -> torch.Tensor:
+        """Encode `values` less the error of what was sent before; return the error with what is sent now (fresh, fp32).
+
+        Error feedback, for gradients: an error is what the decoder has seen too much of so far, and is taken off the next time,
+        so that over many steps what arrives adds up to what was meant. It is the sender's alone, and its to keep or forget when
+        a step commits or aborts. For codecs without messages only.
+
+        Args:
+            values: (L, H) fp32, contiguous.
+            error_in: (L, H) fp32, what the last call gave for the same values; None for zeros (the first time).
+            seed, out: as `encode` has them.
+
+        Returns:
+            (L, H) fp32: decoded - (values - error_in).
+
+        Raises:
+            NonFiniteValues, CodecError: as `encode`.
+
+        Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 1.
+        """
+        meant = values if error_in is None else values - error_in
+        self.encode(meant, None, seed=seed, out=out)
+        decoded = self.decode(out, None, TensorSpec(values.shape[0], values.shape[1])).values
+        return decoded.sub_(meant)
 
     @abc.abstractmethod
     def decode(self, buffer: np.ndarray, message_in: torch.Tensor | None, spec: TensorSpec) -> Decoded:

@@ -19,6 +19,7 @@ class Identity(Codec):
     """4 bytes a value, no error. Options: none. Still refuses NaN and infinity, as every codec does."""
 
     name = "identity"
+    is_exact = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> Identity:

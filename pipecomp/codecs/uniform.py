@@ -43,6 +43,16 @@ class Uniform(Codec):
         self.quantizer.encode(_samples.flat(values), None, None, spec, seed, out)
         return None
 
+    def encode_with_feedback(
+        self, values: torch.Tensor, error_in: torch.Tensor | None, *, seed: int, out: np.ndarray
+    ) -> torch.Tensor:
+        """As `Codec.encode_with_feedback`, in one pass of the kernel and a subtraction: it sends values - error_in and gives
+        error_in + decoded, which is the new error once the values are taken off."""
+        spec = _samples.spec_of(values)
+        error_out, flat = _samples.new(spec)
+        self.quantizer.encode(_samples.flat(values), _samples.flat_message(error_in, spec), flat, spec, seed, out)
+        return error_out.sub_(values)
+
     def decode(self, buffer: np.ndarray, message_in: torch.Tensor | None, spec: TensorSpec) -> Decoded:
         values, flat = _samples.new(spec)
         self.quantizer.decode(buffer, None, spec, flat)

@@ -40,6 +40,8 @@ def check_codec(codec: Codec) -> None:
         check_both_ends_agree(codec, visit)
         check_arguments_stay(codec, visit)
         check_bytes_are_a_function(codec, visit)
+        if not codec.has_messages:
+            check_feedback(codec, visit.values)
     check_bad_values(codec)
     check_bad_payloads(codec)
     check_threads(codec)
@@ -96,6 +98,26 @@ def check_bytes_are_a_function(codec: Codec, visit: Visit) -> None:
     encode(codec, Visit(torch.full_like(visit.values, 3.0), visit.message_in))
     among, _ = encode(codec, Visit(batch[2 : rows + 2], visit.message_in))
     assert np.array_equal(alone, among), f"{codec.describe()}: a sample's bytes depend on its neighbours"
+
+
+def check_feedback(codec: Codec, values: torch.Tensor) -> None:
+    """Over several visits, what is decoded and the last error add up to what was meant; the arguments stay as they are."""
+    spec, error, meant, arrived = _spec(values), None, torch.zeros_like(values), torch.zeros_like(values)
+    for visit in range(4):
+        sent = values * (1.0 - 0.25 * visit)
+        before = sent.clone(), None if error is None else error.clone()
+        out = np.empty(codec.encoded_nbytes(spec, first_visit=True), np.uint8)
+        error_out = codec.encode_with_feedback(sent, error, seed=SEED + visit, out=out)
+        assert same_bits(before[0], sent), f"{codec.describe()} writes to the values it encodes with feedback"
+        assert error is None or (before[1] is not None and same_bits(before[1], error)), f"{codec.describe()} writes to the error"
+        meant += sent
+        arrived += codec.decode(out, None, spec).values
+        error = error_out
+    assert error is not None and error.dtype == torch.float32 and error.shape == values.shape
+    size = 1e-5 * (1.0 + float(values.abs().sum()) / max(1, values.numel()))
+    gap = float((arrived - error - meant).abs().sum()) / max(1, values.numel())
+    assert gap <= size, f"{codec.describe()} loses {gap:g} of each value that is fed back"
+    assert not codec.is_exact or not bool(error.any()), f"{codec.describe()} says that it is exact"
 
 
 def check_bad_values(codec: Codec) -> None:

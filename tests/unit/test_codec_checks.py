@@ -73,6 +73,11 @@ class RemembersTheSampleItself(Delta):
         return values.clone()
 
 
+class ForgetsItsError(Uniform):
+    def encode_with_feedback(self, values, error_in, *, seed, out):
+        return super().encode_with_feedback(values, None, seed=seed, out=out)
+
+
 @pytest.mark.parametrize(
     ("codec", "complaint"),
     [
@@ -83,6 +88,7 @@ class RemembersTheSampleItself(Delta):
         (UpdatesInPlace.from_options({"bits": 4}), "writes to its arguments|unwritten|disagree"),
         (HidesNaN(), "NonFiniteValues"),
         (TakesAnySize(), "CorruptPayload"),
+        (ForgetsItsError.from_options({"bits": 2}), "fed back"),
         (RemembersTheSampleItself.from_options({"bits": 4}), "the two ends disagree"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
