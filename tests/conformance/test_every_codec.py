@@ -12,7 +12,11 @@ from pipecomp.errors import ConfigError
 from pipecomp.testing.codec_checks import check_codec
 
 PACKAGE = "pipecomp.codecs"
-NEEDED: Mapping[str, Mapping[str, object]] = {"uniform": {"bits": 4}, "delta": {"bits": 4}}
+NEEDED: Mapping[str, Mapping[str, object]] = {
+    "uniform": {"bits": 4},
+    "delta": {"bits": 4},
+    "sparse": {"bits": 4, "top": 0.25},
+}
 OPTIONS: list[tuple[str, Mapping[str, object]]] = [
     ("cast", {"dtype": "fp16"}),
     ("uniform", {"bits": 3, "group": "row", "scale": "fp16", "rounding": "stochastic"}),
@@ -24,6 +28,10 @@ OPTIONS: list[tuple[str, Mapping[str, object]]] = [
     ("delta", {"bits": 3, "group": 16, "scale": "fp16", "fit": "least_error", "rotation": "hadamard"}),
     ("delta", {"bits": 2, "group": 24, "first_visit": "whole"}),
     ("delta", {"bits": 2, "rounding": "stochastic", "first_visit": {"codec": "cast", "dtype": "bf16"}}),
+    ("sparse", {"bits": 4, "random": 0.3}),
+    ("sparse", {"bits": 3, "top": 0.1, "random": 0.5, "rounding": "stochastic"}),
+    ("sparse", {"bits": 2, "top": 0.05}),
+    ("sparse", {"bits": 8, "top": 0.999, "group": "row", "scale": "fp32"}),
 ]
 
 

@@ -77,7 +77,8 @@ def test_the_published_settings_take_their_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
 def test_no_dtype_is_converted_in_silence(dtype: torch.dtype) -> None:
-    for name, options in [("identity", {}), ("cast", {}), ("uniform", {"bits": 4}), ("delta", {"bits": 4})]:
+    sparse = {"bits": 4, "top": 0.5}
+    for name, options in [("identity", {}), ("cast", {}), ("uniform", {"bits": 4}), ("delta", {"bits": 4}), ("sparse", sparse)]:
         codec = registry.load("pipecomp.codecs", name).from_options(options)
         out = np.zeros(codec.encoded_nbytes(TensorSpec(2, 8), first_visit=True), np.uint8)
         with pytest.raises(CodecError, match="float32"):

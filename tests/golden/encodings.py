@@ -38,6 +38,10 @@ CODECS = [
     *({"codec": "uniform", "bits": bits, "group": 8, "scale": "e4m3", "widths": "mixed"} for bits in (2, 5)),
     {"codec": "delta", "bits": 2, "group": 8, "scale": "e4m3", "levels": "either", "fit": "least_error", "widths": "mixed"},
     {"codec": "delta", "bits": 3, "widths": "mixed"},
+    {"codec": "sparse", "bits": 4, "top": 0.25},
+    {"codec": "sparse", "bits": 2, "top": 0.05},
+    {"codec": "sparse", "bits": 4, "random": 0.3},
+    {"codec": "sparse", "bits": 3, "top": 0.1, "random": 0.5, "rounding": "stochastic"},
 ]
 
 

@@ -109,6 +109,6 @@ def test_a_description_names_what_differs_from_the_defaults() -> None:
 
 
 def test_only_delta_has_messages() -> None:
-    needed = {"uniform": {"bits": 4}, "delta": {"bits": 4}}
+    needed = {"uniform": {"bits": 4}, "delta": {"bits": 4}, "sparse": {"bits": 4, "top": 0.5}}
     names = registry.names("pipecomp.codecs")
     assert [name for name in names if build(name, **needed.get(name, {})).has_messages] == ["delta"]

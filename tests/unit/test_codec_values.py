@@ -12,7 +12,7 @@ from pipecomp.errors import CodecError, CorruptPayload, NonFiniteValues
 from pipecomp.native import cpu
 from pipecomp.types import TensorSpec
 
-STATELESS = [("identity", {}), ("cast", {}), ("uniform", {"bits": 4})]
+STATELESS = [("identity", {}), ("cast", {}), ("uniform", {"bits": 4}), ("sparse", {"bits": 4, "top": 0.5, "random": 0.5})]
 
 
 def build(name: str, **options: object) -> Codec:
