@@ -12,12 +12,13 @@ import numpy as np
 
 from coordinator.events import BatchSize
 from pipecomp.config import TrainConfig
-from pipecomp.data.batching import eval_batches, num_batches, plan_batches
+from pipecomp.data.batching import epoch_order, eval_batches, num_batches
+from pipecomp.data.replicas import assign_replicas, deal, interleave, share_out
 from pipecomp.data.samples import Dataset, Int64Array, Sample
 from pipecomp.protocol.messages import EvaluationPlan, SampleRef, StepPlan
 
 EVALUATION_MICROBATCHES = 32
-"""Microbatches in one evaluation plan: enough to fill a pipeline, few enough that their tokens are a small message."""
+"""Microbatches in one evaluation plan of one replica: enough to fill a pipeline, few enough that their tokens are few bytes."""
 
 Microbatches = list[list[int]]
 
@@ -30,18 +31,22 @@ class Wanted(NamedTuple):
 
 
 class Batches:
-    """Plans over a training and an evaluation data set; the latter may be missing."""
+    """Plans over a training and an evaluation data set; the latter may be missing. Every replica has plans of its own: of its
+    own samples in training, of a part of each stretch in an evaluation."""
 
-    def __init__(self, train: Dataset, held_out: Dataset | None, config: TrainConfig) -> None:
+    def __init__(self, train: Dataset, held_out: Dataset | None, config: TrainConfig, num_replicas: int = 1) -> None:
+        """Raises ConfigError where there are fewer training samples than replicas."""
+        self._num_replicas = num_replicas
+        self._replicas = assign_replicas(train.table.ids, num_replicas)
         self._train = train
         self._held_out = held_out
         self._config = config
         self._epoch = -1
-        self._epoch_batches: list[Microbatches] = []
+        self._epoch_order: Int64Array = np.zeros(0, np.int64)
         self.steps_per_epoch = num_batches(len(train), config.batch_size)
         self.total_steps = config.max_steps or config.num_train_epochs * self.steps_per_epoch
         """`max_steps` overrides the number of epochs in both directions, as the Hugging Face trainer has it."""
-        self._evaluation_parts = [] if held_out is None else _evaluation_parts(held_out, config)
+        self._evaluation_parts = [] if held_out is None else _evaluation_parts(held_out, config, num_replicas)
 
     @property
     def evaluation_sizes(self) -> tuple[BatchSize, ...]:
@@ -54,28 +59,42 @@ class Batches:
         """Tokens of each training sample, (num_samples,)."""
         return self._train.table.lengths
 
+    @property
+    def replica_sizes(self) -> tuple[int, ...]:
+        """Training samples of each replica."""
+        return tuple(np.bincount(self._replicas, minlength=self._num_replicas).tolist())
+
     def size(self, step: int) -> BatchSize:
-        """What the batch of `step` holds."""
-        return _size(self._train, self._microbatches(step))
+        """What the batch of `step` holds, over all replicas."""
+        return _size(self._train, [microbatch for share in self._shares(step) for microbatch in share])
+
+    def num_microbatches(self, step: int) -> tuple[int, ...]:
+        """Of each replica in `step`; 0 where the batch has none of its samples."""
+        return tuple(len(share) for share in self._shares(step))
 
     def usual_lengths(self) -> tuple[int, ...]:
         """Of the samples of a training microbatch that is as large, padding included, as the median one of its epoch."""
         lengths = self._train.table.lengths
-        microbatches = [each for step in range(1, self.steps_per_epoch + 1) for each in self._microbatches(step)]
+        steps = range(1, self.steps_per_epoch + 1)
+        microbatches = [each for step in steps for share in self._shares(step) for each in share]
         microbatches.sort(key=lambda each: len(each) * int(lengths[each].max()))
         return tuple(int(length) for length in lengths[microbatches[len(microbatches) // 2]])
 
-    def step_plan(self, *, epoch: int, step: int, learning_rate: float, wanted: Wanted) -> tuple[StepPlan, list[memoryview]]:
-        """The plan of `step` for a worker that wants these buffers."""
-        microbatches = self._microbatches(step)
+    def step_plan(
+        self, *, epoch: int, step: int, learning_rate: float, wanted: Wanted, replica: int = 0
+    ) -> tuple[StepPlan, list[memoryview]]:
+        """The plan of `step` for a worker of `replica` that wants these buffers."""
+        shares = self._shares(step)
+        microbatches = shares[replica]
         samples, refs = _samples(self._train, microbatches)
         buffers = _buffers(samples, wanted)
         plan = StepPlan(
             epoch=epoch,
             step=step,
             learning_rate=learning_rate,
-            num_targets=max(1, _size(self._train, microbatches).targets),
+            num_targets=max(1, self.size(step).targets),
             microbatches=refs,
+            first_microbatch=sum(map(len, shares[:replica])),
             has_input_ids=wanted.input_ids,
             has_labels=wanted.labels,
             buffer_nbytes=tuple(len(buffer) for buffer in buffers),
@@ -83,11 +102,11 @@ class Batches:
         return plan, buffers
 
     def evaluation_plan(
-        self, *, epoch: int, evaluation: int, part: int, wanted: Wanted
+        self, *, epoch: int, evaluation: int, part: int, wanted: Wanted, replica: int = 0
     ) -> tuple[EvaluationPlan, list[memoryview]]:
-        """Part number `part` of the held-out data."""
+        """What `replica` evaluates of part number `part` of the held-out data."""
         assert self._held_out is not None
-        samples, refs = _samples(self._held_out, self._evaluation_parts[part])
+        samples, refs = _samples(self._held_out, deal(self._evaluation_parts[part], self._num_replicas)[replica])
         buffers = _buffers(samples, wanted)
         plan = EvaluationPlan(
             epoch=epoch,
@@ -104,27 +123,23 @@ class Batches:
         """Microbatches of each evaluation plan."""
         return tuple(len(part) for part in self._evaluation_parts)
 
-    def _microbatches(self, step: int) -> Microbatches:
+    def _shares(self, step: int) -> list[Microbatches]:
+        """The microbatches of `step`, replica by replica."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         if epoch != self._epoch:
-            self._epoch_batches = list(
-                plan_batches(
-                    self._train,
-                    batch_size=self._config.batch_size,
-                    num_microbatches=self._config.num_microbatches,
-                    seed=self._config.seed,
-                    epoch=epoch,
-                )
-            )
+            order = epoch_order(self._config.seed, epoch, len(self._train))
+            self._epoch_order = interleave(order, self._replicas)
             self._epoch = epoch
-        return self._epoch_batches[batch]
+        start = batch * self._config.batch_size
+        indices = self._epoch_order[start : start + self._config.batch_size].tolist()
+        return share_out(indices, self._replicas, self._num_replicas, self._config.num_microbatches)
 
 
-def _evaluation_parts(held_out: Dataset, config: TrainConfig) -> list[Microbatches]:
+def _evaluation_parts(held_out: Dataset, config: TrainConfig, num_replicas: int) -> list[Microbatches]:
     """The held-out data in its own order, in microbatches as large as training's."""
-    per_batch = min(config.num_microbatches, config.batch_size)
+    per_batch = min(config.num_microbatches * num_replicas, config.batch_size)
     batches = eval_batches(held_out, batch_size=config.batch_size, num_microbatches=per_batch)
-    in_part = max(1, EVALUATION_MICROBATCHES // per_batch)
+    in_part = max(1, EVALUATION_MICROBATCHES * num_replicas // per_batch)
     parts: list[Microbatches] = []
     while part := list(itertools.islice(batches, in_part)):
         parts.append([microbatch for batch in part for microbatch in batch])
@@ -144,7 +159,9 @@ def _samples(dataset: Dataset, microbatches: Microbatches) -> tuple[list[Sample]
 
 
 def _buffers(samples: list[Sample], wanted: Wanted) -> list[memoryview]:
-    buffers = []
+    buffers: list[memoryview] = []
+    if not samples:
+        return [memoryview(b"") for _ in range(wanted.input_ids + wanted.labels)]
     if wanted.input_ids:
         buffers.append(_joined([sample.input_ids for sample in samples]))
     if wanted.labels:

@@ -28,7 +28,7 @@ class _Poorest(NamedTuple):
     """The link that keeps least, and the worker that keeps it from keeping more."""
 
     stage: int
-    rank: int
+    place: int
     nbytes: int
 
 
@@ -42,7 +42,7 @@ def capacity_nbytes(config: RunConfig, join: Join, num_ends: int) -> int:
 def describe_budget(run: PreparedRun, joins: Sequence[Join]) -> str:
     """Which share of the samples keeps its message, and what to set so that all do; empty where all do or none comes twice.
 
-    `joins` by rank.
+    `joins` by place.
     """
     config = run.config
     if len(run.stage_plan.ranks) < 2 or run.terms.total_steps <= run.terms.steps_per_epoch:
@@ -62,10 +62,11 @@ def describe_budget(run: PreparedRun, joins: Sequence[Join]) -> str:
 
 def _poorest(run: PreparedRun, joins: Sequence[Join]) -> _Poorest:
     ranks = run.stage_plan.ranks
-    num_ends = count_ends(ranks)
+    num_ends, num_ranks = count_ends(ranks), 1 + max(ranks)
     return min(
         (
-            _Poorest(stage, rank, capacity_nbytes(run.config, joins[rank], num_ends[rank]))
+            _Poorest(stage, first + rank, capacity_nbytes(run.config, joins[first + rank], num_ends[rank]))
+            for first in range(0, len(joins), num_ranks)
             for stage in range(len(ranks) - 1)
             for rank in ranks[stage : stage + 2]
         ),
@@ -74,8 +75,9 @@ def _poorest(run: PreparedRun, joins: Sequence[Join]) -> _Poorest:
 
 
 def _wanted_nbytes(run: PreparedRun, dtype: MessageDtype) -> int:
-    """What the messages of all samples come to at one end of a link."""
+    """What the messages of all samples of a replica come to at one end of a link; all replicas have about as many."""
     lengths, counts = np.unique(run.batches.lengths, return_counts=True)
+    counts = -(-counts // run.terms.num_replicas)
     store, columns = run.config.messages.store, run.model.plan.hidden_size
     return sum(
         int(count) * kept_nbytes(store, dtype, TensorSpec(int(length), columns))
@@ -84,7 +86,7 @@ def _wanted_nbytes(run: PreparedRun, dtype: MessageDtype) -> int:
 
 
 def _remedies(run: PreparedRun, joins: Sequence[Join], poorest: _Poorest, wanted: int) -> list[str]:
-    config, join = run.config.messages, joins[poorest.rank]
+    config, join = run.config.messages, joins[poorest.place]
     of_worker = wanted * max(1, *count_ends(run.stage_plan.ranks).values())
     found = []
     if config.store == "memory":

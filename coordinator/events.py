@@ -39,7 +39,14 @@ class RunTerms(NamedTuple):
     steps_per_epoch: int
     total_steps: int
     batch_size: Callable[[int], BatchSize]  # of a step; pure
+    num_microbatches: Callable[[int], tuple[int, ...]]  # of a step, by replica; pure
     evaluation_sizes: tuple[BatchSize, ...]  # of each plan of one evaluation; empty: nothing is held out
+    num_replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers of one replica."""
+        return 1 + max(split.rank for split in self.stages)
 
 
 # ---------------------------------------------------------------- events
@@ -235,7 +242,7 @@ class Disconnect(NamedTuple):
 
 
 class Assign(NamedTuple):
-    """Send every worker its assignment; index = rank."""
+    """Send every worker its assignment; index = place."""
 
     epoch: int
     peers: tuple[Peer, ...]

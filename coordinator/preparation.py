@@ -25,7 +25,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.models import open_model, with_classes
 from pipecomp.models.base import CLASSIFICATION, Model
 from pipecomp.partition import StagePlan, plan_stages
-from pipecomp.protocol.messages import Assignment, Join, StageAddress, TensorEntry
+from pipecomp.protocol.messages import Assignment, Join, ReplicaAddress, StageAddress, TensorEntry
 from pipecomp.runtime.rehearsal import CODED_KINDS, make_codec, make_schedule
 from pipecomp.runtime.stores import count_ends
 from pipecomp.types import Kind, TensorSpec
@@ -52,20 +52,31 @@ class PreparedRun(NamedTuple):
     notes: tuple[str, ...] = ()
     """What a person should know of model and data before training, a line each."""
 
+    def seat(self, place: int) -> tuple[int, int]:
+        """Replica and rank of a worker, by its place among all."""
+        return divmod(place, self.terms.num_ranks)
+
     def wanted(self, rank: int) -> Wanted:
         """Which token buffers the worker of `rank` needs."""
         ranks = self.stage_plan.ranks
         return Wanted(input_ids=ranks[0] == rank, labels=ranks[-1] == rank)
 
-    def assignment(self, run: str, epoch: int, rank: int, joins: Sequence[Join], num_threads: int) -> Assignment:
-        """What the worker of `rank` holds; `joins` by rank."""
+    def assignment(self, run: str, epoch: int, place: int, joins: Sequence[Join], num_threads: int) -> Assignment:
+        """What the worker at `place` holds; `joins` by place."""
+        replica, rank = self.seat(place)
+        own = joins[replica * self.terms.num_ranks :][: self.terms.num_ranks]
+        peers = tuple(
+            ReplicaAddress(replica=number, worker=join.worker, data_address=join.data_address)
+            for number, join in enumerate(joins[rank :: self.terms.num_ranks])
+        )
         tensors = tuple(self.entries[name] for name in self._names(rank) if name in self.entries)
         return Assignment(
             run=run,
             epoch=epoch,
-            replica=0,
+            replica=replica,
             rank=rank,
-            stages=self._addresses(joins),
+            stages=self._addresses(own),
+            peers=peers if len(peers) > 1 else (),
             tied=self.stage_plan.tied,
             config=msgspec.to_builtins(self.config),
             model_config=dict(self.model.config),
@@ -154,7 +165,7 @@ def read_run(config: RunConfig, cache_folder: Path | None) -> ReadRun:
     train, held_out = _divide(config, train, held_out)
     for dataset in (train, held_out):
         _check_tokens(dataset, model.plan.vocab_size)
-    batches = Batches(train, held_out, config.train)
+    batches = Batches(train, held_out, config.train, config.cluster.num_replicas)
     return ReadRun(opened, model, tokenizer, train, held_out, batches, split_model(config, model, train), tuple(notes))
 
 
@@ -194,6 +205,8 @@ def terms_of(config: RunConfig, run: ReadRun) -> RunTerms:
         total_steps=run.batches.total_steps,
         batch_size=run.batches.size,
         evaluation_sizes=run.batches.evaluation_sizes,
+        num_replicas=config.cluster.num_replicas,
+        num_microbatches=run.batches.num_microbatches,
     )
 
 

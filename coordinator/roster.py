@@ -1,4 +1,4 @@
-"""Who takes part: lets workers in or says why not, ranks them, and keeps what each was last heard doing. Pure."""
+"""Who takes part: lets workers in or says why not, gives them places, and keeps what each was last heard doing. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Member:
     """One worker that was let in. `Roster` and the state machine change it, nobody else."""
 
-    __slots__ = ("activity", "join", "left", "peer", "rank", "session", "stages")
+    __slots__ = ("activity", "join", "left", "peer", "place", "replica", "session", "stages")
 
     def __init__(self, peer: Peer, join: Join, session: Session) -> None:
         self.peer = peer
         self.join = join
         self.session = session
-        self.rank = -1
+        self.place = -1
+        """Among all workers of the run: those of replica 0 by rank, then those of replica 1, ..."""
+        self.replica: int | None = None  # where there are several
         self.stages: tuple[StageSplit, ...] = ()
         self.activity = "waiting for the other workers"
         self.left = False
@@ -33,6 +35,8 @@ class Member:
     def describe(self) -> str:
         """For people: name, host, process, and the stages it holds."""
         text = f"{self.name} (host {self.join.host}, process {self.join.process_id}"
+        if self.replica is not None:
+            text += f", replica {self.replica}"
         for split in self.stages:
             last = split.end_layer - 1
             layers = f"layer {last}" if split.first_layer == last else f"layers {split.first_layer}-{last}"
@@ -67,8 +71,8 @@ class Roster:
 
     @property
     def members(self) -> list[Member]:
-        """In rank order once ranked, before that in order of joining."""
-        return sorted(self._members.values(), key=lambda member: member.rank)
+        """By place once they have one, before that in order of joining."""
+        return sorted(self._members.values(), key=lambda member: member.place)
 
     @property
     def present(self) -> list[Member]:
@@ -125,17 +129,19 @@ class Roster:
             names = ", ".join(member.name for member in self.members)
             return (
                 f"worker {join.worker!r} is one too many: all {self.num_workers} places of this run are taken ({names}); "
-                "raise cluster.num_stages for more"
+                "raise cluster.num_stages or cluster.num_replicas for more"
             )
         return ""
 
     def admit(self, peer: Peer, join: Join, session: Session) -> None:
         self._members[peer] = Member(peer, join, session)
 
-    def rank(self, terms: RunTerms) -> None:
-        """Give ranks by name, `worker-10` after `worker-9`, so that they do not depend on who joined first."""
-        for rank, member in enumerate(sorted(self._members.values(), key=_natural_order)):
-            member.rank = rank
+    def seat(self, terms: RunTerms) -> None:
+        """Give places by name, `worker-10` after `worker-9`, so that they do not depend on who joined first."""
+        for place, member in enumerate(sorted(self._members.values(), key=_natural_order)):
+            replica, rank = divmod(place, terms.num_ranks)
+            member.place = place
+            member.replica = replica if terms.num_replicas > 1 else None
             member.stages = tuple(split for split in terms.stages if split.rank == rank)
 
 

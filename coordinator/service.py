@@ -84,7 +84,7 @@ class CoordinatorService:
         self._finish: e.Finish | None = None
         self._started_at = surroundings.clock()
         self._num_stop_requests = 0
-        self._ranks: tuple[e.Peer, ...] = ()
+        self._places: tuple[e.Peer, ...] = ()
         self._workers: tuple[str, ...] = ()
         self._state: CoordinatorState
         self._peers: Peers
@@ -167,10 +167,14 @@ class CoordinatorService:
                 self._assign(effect)
             case e.SendStep(epoch, step, rate):
                 batches = self._run.batches
-                self._send_plans(lambda w: batches.step_plan(epoch=epoch, step=step, learning_rate=rate, wanted=w))
+                self._send_plans(
+                    lambda r, w: batches.step_plan(epoch=epoch, step=step, learning_rate=rate, wanted=w, replica=r)
+                )
             case e.SendEvaluation(epoch, number, part):
                 batches = self._run.batches
-                self._send_plans(lambda w: batches.evaluation_plan(epoch=epoch, evaluation=number, part=part, wanted=w))
+                self._send_plans(
+                    lambda r, w: batches.evaluation_plan(epoch=epoch, evaluation=number, part=part, wanted=w, replica=r)
+                )
             case e.StoreStage(peer, worker, num_tensors):
                 self._spawn(self._store(peer, worker, num_tensors), f"store {worker}")
             case e.SaveModel():
@@ -213,29 +217,30 @@ class CoordinatorService:
     def _assign(self, effect: e.Assign) -> None:
         run = self._run
         assert self._desk is not None
-        self._ranks, self._workers = effect.peers, tuple(join.worker for join in effect.joins)
+        self._places, self._workers = effect.peers, tuple(join.worker for join in effect.joins)
         self._around.console.say(describe_split(run, effect.joins))
         if shortage := describe_budget(run, effect.joins):
             self._around.console.say(shortage)
         self._around.console.begin(run.terms.total_steps, self._config.train.logging_steps)
-        for rank, (peer, join) in enumerate(zip(effect.peers, effect.joins, strict=True)):
+        for place, (peer, join) in enumerate(zip(effect.peers, effect.joins, strict=True)):
             assignment = run.assignment(
                 self._options.run,
                 effect.epoch,
-                rank,
+                place,
                 effect.joins,
-                self._options.num_worker_threads or threads_share(effect.joins, rank),
+                self._options.num_worker_threads or threads_share(effect.joins, place),
             )
             self._peers.send([peer], assignment)
-            self._desk.attend(join.worker, run.shapes(rank), timeout_s=WEIGHTS_LINK_TIMEOUT_S)
+            self._desk.attend(join.worker, run.shapes(assignment.rank), timeout_s=WEIGHTS_LINK_TIMEOUT_S)
 
-    def _send_plans(self, make: Callable[[Wanted], tuple[StepPlan | EvaluationPlan, list[memoryview]]]) -> None:
-        """Make and encode a plan once for all workers that want the same buffers."""
-        groups: dict[Wanted, list[e.Peer]] = {}
-        for rank, peer in enumerate(self._ranks):
-            groups.setdefault(self._run.wanted(rank), []).append(peer)
-        for wanted, peers in groups.items():
-            plan, buffers = make(wanted)
+    def _send_plans(self, make: Callable[[int, Wanted], tuple[StepPlan | EvaluationPlan, list[memoryview]]]) -> None:
+        """Make and encode a plan once for all workers of a replica that want the same buffers."""
+        groups: dict[tuple[int, Wanted], list[e.Peer]] = {}
+        for place, peer in enumerate(self._places):
+            replica, rank = self._run.seat(place)
+            groups.setdefault((replica, self._run.wanted(rank)), []).append(peer)
+        for (replica, wanted), peers in groups.items():
+            plan, buffers = make(replica, wanted)
             self._peers.send(peers, plan, buffers)
 
     def _record(self, record: e.Record) -> None:

@@ -17,9 +17,11 @@ _TIED = {
 
 
 def describe_split(run: PreparedRun, joins: Sequence[Join]) -> str:
-    """One row a worker: host, layers, parameters; `joins` by rank."""
-    rows = [["worker", "host", "stages", "layers", "parameters", "trained"]]
-    for rank, join in enumerate(joins):
+    """One row a worker: host, replica where there are several, layers, parameters; `joins` by place."""
+    has_replicas = run.terms.num_replicas > 1
+    rows = [["worker", "host", *(["replica"] if has_replicas else []), "stages", "layers", "parameters", "trained"]]
+    for place, join in enumerate(joins):
+        replica, rank = run.seat(place)
         held = [
             (stage, shard)
             for stage, (shard, holder) in enumerate(zip(run.stage_plan.shards, run.stage_plan.ranks, strict=True))
@@ -34,20 +36,22 @@ def describe_split(run: PreparedRun, joins: Sequence[Join]) -> str:
             [
                 join.worker,
                 join.host,
+                *([str(replica)] if has_replicas else []),
                 ", ".join(str(stage) for stage, _ in held),
                 ", ".join(_range(shard) for _, shard in held),
                 f"{total:,}",
                 f"{trained:,}",
             ]
         )
-    lines = [format_grid(rows, align="<<<<>>"), _TIED[run.stage_plan.tied], _describe_run(run), *run.notes]
+    align = "<<<<<>>" if has_replicas else "<<<<>>"
+    lines = [format_grid(rows, align=align), _TIED[run.stage_plan.tied], _describe_run(run), *run.notes]
     return "\n".join(line for line in lines if line)
 
 
-def threads_share(joins: Sequence[Join], rank: int) -> int:
+def threads_share(joins: Sequence[Join], place: int) -> int:
     """Torch threads for a worker whose own user names none: its share of the cores where it is not alone on its host, since
     threads that outnumber the cores wait for each other; else 0, all of them."""
-    own = joins[rank]
+    own = joins[place]
     num_neighbours = sum(join.host == own.host for join in joins)
     return max(1, own.num_cores // num_neighbours) if num_neighbours > 1 else 0
 
@@ -55,9 +59,11 @@ def threads_share(joins: Sequence[Join], rank: int) -> int:
 def _describe_run(run: PreparedRun) -> str:
     plan = run.model.plan
     millions = sum(_count(p.shape) for p in plan.parameters) / 1e6
+    sizes = ", ".join(map(str, run.batches.replica_sizes))
+    replicas = f" ({sizes} in each replica)" if run.terms.num_replicas > 1 else ""
     return (
-        f"{plan.family}, {len(plan.layers)} layers, {millions:.1f} M parameters; {run.num_samples} samples to train on, "
-        f"{run.num_held_out} held out; {run.terms.total_steps} steps, {run.terms.steps_per_epoch} an epoch"
+        f"{plan.family}, {len(plan.layers)} layers, {millions:.1f} M parameters; {run.num_samples} samples to train on"
+        f"{replicas}, {run.num_held_out} held out; {run.terms.total_steps} steps, {run.terms.steps_per_epoch} an epoch"
     )
 
 

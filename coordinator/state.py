@@ -145,12 +145,13 @@ class CoordinatorState:
             self._assign(self._terms)
 
     def _assign(self, terms: RunTerms) -> None:
-        self._roster.rank(terms)
+        self._roster.seat(terms)
         members = self._roster.members
         workers = {member.peer: member.name for member in members}
         self._training = Training(self._config.train, terms, workers, ASSIGNMENT_EPOCH)
         self._evaluation = Evaluation(terms, workers, ASSIGNMENT_EPOCH)
-        self._collection = Collection(workers, ASSIGNMENT_EPOCH)
+        first_replica = dict(list(workers.items())[: terms.num_ranks])  # all replicas' weights are the same
+        self._collection = Collection(first_replica, ASSIGNMENT_EPOCH)
         for member in members:
             member.activity = "loading its weights"
         self._enter(Phase.LOADING)

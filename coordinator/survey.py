@@ -128,12 +128,12 @@ class SurveyState:
         match message:
             case m.Heartbeat() | m.Spans():
                 pass
-            case m.MachineSurveyed() if self.phase is Phase.MACHINES and member.rank not in self._found:
-                self._found[member.rank] = message
+            case m.MachineSurveyed() if self.phase is Phase.MACHINES and member.place not in self._found:
+                self._found[member.place] = message
                 self._say(f"{member.name} has measured its machine ({len(self._found)} of {self._roster.num_workers})")
                 if len(self._found) == self._roster.num_workers:
                     self._next_link(now)
-            case m.LinkSurveyed() if self.phase is Phase.LINKS and member.rank == self._to_measure[0][0]:
+            case m.LinkSurveyed() if self.phase is Phase.LINKS and member.place == self._to_measure[0][0]:
                 self._links[self._to_measure.pop(0)] = message
                 self._next_link(now)
             case _ if self.phase is Phase.STOPPING:  # all is found; whatever it is, it is the last word
@@ -163,10 +163,10 @@ class SurveyState:
         self._effects.append(Send(peer, welcome))
         self._say(f"{join.worker} joined from {join.host} ({len(self._roster)} of {self._roster.num_workers})")
         if self._roster.is_full:
-            self._roster.rank(self._terms)
+            self._roster.seat(self._terms)
             joins = [member.join for member in self._roster.members]
             self._enter(Phase.MACHINES)
-            self._effects += [Send(each.peer, self._order(joins, each.rank)) for each in self._roster.members]
+            self._effects += [Send(each.peer, self._order(joins, each.place)) for each in self._roster.members]
 
     def _next_link(self, now: float) -> None:
         if not self._to_measure:

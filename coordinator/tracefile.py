@@ -35,8 +35,9 @@ class Trace:
     def __init__(
         self, workers: Sequence[str], stages: Sequence[StageSplit], clocks: Mapping[str, RemoteClock], began_s: float
     ) -> None:
-        """`workers` in rank order; `began_s`: time 0, by the coordinator's clock."""
+        """`workers` in order of their places; `began_s`: time 0, by the coordinator's clock."""
         self._workers = list(workers)
+        self._num_placed = len(workers)
         self._stages = stages
         self._clocks = clocks
         self._began_ns = round(began_s * 1e9)
@@ -66,10 +67,12 @@ class Trace:
             yield self._named("thread_sort_index", worker, thread, sort_index=_lane_order(lane))
 
     def _process(self, worker: str) -> Iterator[Event]:
-        rank = self._workers.index(worker)
-        held = ", ".join(str(s.stage) for s in self._stages if s.rank == rank)
-        yield self._named("process_name", worker, 0, name=f"{worker} (stage {held})" if held else worker)
-        yield self._named("process_sort_index", worker, 0, sort_index=rank)
+        place = self._workers.index(worker)
+        num_ranks = 1 + max((s.rank for s in self._stages), default=0)
+        held = ", ".join(str(s.stage) for s in self._stages if s.rank == place % num_ranks and place < self._num_placed)
+        of = f"replica {place // num_ranks}, " if self._num_placed > num_ranks else ""
+        yield self._named("process_name", worker, 0, name=f"{worker} ({of}stage {held})" if held else worker)
+        yield self._named("process_sort_index", worker, 0, sort_index=place)
 
     def _span(self, worker: str, span: Span) -> Iterator[Event]:
         start_us, end_us = self._us(span.start_ns), self._us(span.end_ns)

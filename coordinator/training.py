@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from coordinator.events import Effect, Log, Peer, RunTerms, Send, SendStep, StepAborted, StepCommitted
 from coordinator.rates import learning_rate
-from coordinator.vote import Verdict, count_votes
+from coordinator.vote import MUST_BE_THE_SAME, Verdict, count_votes
 from pipecomp.config import TrainConfig
 from pipecomp.errors import RemoteProtocolError
 from pipecomp.protocol.messages import Abort, Aborted, Commit, Committed, Prepared, StepFailed, StepReport
@@ -109,6 +109,8 @@ class Training:
             return []
         self._pending = None
         self.num_committed += 1
+        if fault := self._difference(pending):
+            return self._give_up(fault)
         return [Log(self._record(pending)), *self._decide(now)]
 
     def on_aborted(self, peer: Peer, message: Aborted, now: float) -> list[Effect]:
@@ -124,12 +126,15 @@ class Training:
         if self._round is not Round.VOTING or self._pending is not None or len(self._votes) < len(self._workers):
             return []
         verdict = count_votes(
-            (self._votes[peer] for peer in self._workers),
+            {worker: self._votes[peer] for peer, worker in self._workers.items()},
+            self._terms.num_microbatches(self.step),
             num_targets=self._terms.batch_size(self.step).targets,
             max_grad_norm=self._config.max_grad_norm,
         )
         if verdict.objection:
             return self._abort(verdict.objection)
+        if verdict.fault:
+            return self._give_up(verdict.fault)
         self._round = Round.IDLE
         self._aborts_in_a_row = 0
         self._pending = _PendingCommit(self.step, verdict, self._rate(), now - self._started_at)
@@ -152,6 +157,24 @@ class Training:
             )
         abort = Abort(epoch=self._epoch, step=self.step, reason=reason)
         return [Log(StepAborted(self.step, reason)), *self._to_all(abort)]
+
+    def _give_up(self, fault: str) -> list[Effect]:
+        self.failure = f"step {self.step}: {fault}"
+        self._round = Round.IDLE
+        return []
+
+    def _difference(self, pending: _PendingCommit) -> str:
+        """Which replicas' parameters are not the same after a step; empty where they are, or were not looked at."""
+        names = list(self._workers.values())
+        for place, worker in enumerate(names):
+            first = names[place % self._terms.num_ranks]
+            ours, theirs = pending.reports[first].parameters_hash, pending.reports[worker].parameters_hash
+            if ours != theirs:
+                return (
+                    f"{worker} (replica {place // self._terms.num_ranks}) has parameters of hash {theirs or '(none)'} after step "
+                    f"{pending.step}, {first} (replica 0) of hash {ours or '(none)'}{MUST_BE_THE_SAME}"
+                )
+        return ""
 
     def _expect_current(self, message: Prepared | StepFailed) -> None:
         if self._round is Round.IDLE or message.step != self.step:

@@ -4,16 +4,22 @@
                                     norm = sqrt(sum of each parameter's squared norm, in layer order, then of definition)
                                     clip = min(1, max_grad_norm / (norm + 1e-6))
 
+Replicas have summed their gradients by then: each must say the same norms. Their losses are added in the order of replicas.
+
 The sums run one after the other in that order whatever the split, so any split gives the same bits (law 1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pipecomp.protocol.messages import LayerNorms, Prepared
+
+MUST_BE_THE_SAME = (
+    ", and all replicas must have the same: is one machine's memory faulty, or do they run different builds of torch or numpy?"
+)
 
 
 class Verdict(NamedTuple):
@@ -23,6 +29,8 @@ class Verdict(NamedTuple):
     gradient_norm: float
     clip_coefficient: float
     objection: str
+    fault: str = ""
+    """Why the run cannot go on; empty while it can."""
 
 
 def mean_loss(loss_sums: Iterable[float], num_targets: int) -> float:
@@ -47,20 +55,45 @@ def clip_coefficient(gradient_norm: float, max_grad_norm: float) -> float:
     return min(1.0, max_grad_norm / (gradient_norm + 1e-6)) if max_grad_norm > 0 else 1.0
 
 
-def count_votes(votes: Iterable[Prepared], *, num_targets: int, max_grad_norm: float) -> Verdict:
-    """Join what all workers said of one step."""
-    prepared = list(votes)
-    heads = [vote for vote in prepared if vote.loss_sums]
-    loss = mean_loss(heads[0].loss_sums if heads else (), num_targets)
-    norms = [norms for vote in prepared for norms in vote.layer_norms]
+def count_votes(
+    votes: Mapping[str, Prepared], num_microbatches: Sequence[int], *, num_targets: int, max_grad_norm: float
+) -> Verdict:
+    """Join what all workers said of one step.
+
+    Args:
+        votes: by worker, those of one replica after the other.
+        num_microbatches: of each replica.
+        num_targets: of the whole batch.
+    """
+    workers, num_ranks = list(votes), len(votes) // len(num_microbatches)
+    replicas = [workers[start : start + num_ranks] for start in range(0, len(workers), num_ranks)]
+    losses = [vote.loss_sums for vote in votes.values() if vote.loss_sums]
+    loss = mean_loss((value for sums in losses for value in sums), num_targets)
+    norms = [norms for worker in replicas[0] for norms in votes[worker].layer_norms]
     gradient_norm = global_norm(norms)
     objection = ""
-    if len(heads) != 1:
-        objection = f"{len(heads)} workers reported a loss; exactly one must"
+    if [len(sums) for sums in losses] != [count for count in num_microbatches if count]:
+        found = ", ".join(str(len(sums)) for sums in losses) or "none"
+        objection = f"losses of {found} microbatches were reported; {', '.join(map(str, num_microbatches))} were planned"
     elif len({norms.layer for norms in norms}) != len(norms):
         objection = "two workers reported gradients of the same layer"
     elif not math.isfinite(loss):
         objection = f"the loss is {loss}"
     elif not math.isfinite(gradient_norm):
         objection = f"the gradient norm is {gradient_norm}"
-    return Verdict(loss, gradient_norm, clip_coefficient(gradient_norm, max_grad_norm), objection)
+    clip = clip_coefficient(gradient_norm, max_grad_norm)
+    return Verdict(loss, gradient_norm, clip, objection, "" if objection else _difference(votes, replicas))
+
+
+def _difference(votes: Mapping[str, Prepared], replicas: Sequence[Sequence[str]]) -> str:
+    """Which replicas do not have the same sum of gradients; empty where all have."""
+    for number, replica in enumerate(replicas[1:], 1):
+        for first, worker in zip(replicas[0], replica, strict=True):
+            ours, theirs = votes[first].layer_norms, votes[worker].layer_norms
+            if ours != theirs:
+                layer = next((a.layer for a, b in zip(ours, theirs, strict=False) if a != b), "?")
+                return (
+                    f"{worker} (replica {number}) and {first} (replica 0) have summed different gradients of layer {layer}"
+                    f"{MUST_BE_THE_SAME}"
+                )
+    return ""

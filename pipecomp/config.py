@@ -98,6 +98,10 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     seed: Count = 0
     output_dir: str = "outputs"
     save_model: bool = True
+    optim: Literal["adamw", "quantized_adam"] = "adamw"
+    """`quantized_adam`: after a warm-up, replicas exchange momenta, and the second moment stays as it is."""
+    optim_warmup_steps: Positive | None = None
+    """Of `quantized_adam`; None: until the second moment has settled, which is told when it has."""
 
 
 class CompressionConfig(_Section, frozen=True, kw_only=True):
@@ -107,6 +111,8 @@ class CompressionConfig(_Section, frozen=True, kw_only=True):
     backward: CodecOptions = msgspec.field(default_factory=lambda: {"codec": "uniform", "bits": 8})
     evaluation: CodecOptions = msgspec.field(default_factory=lambda: {"codec": "cast", "dtype": "bf16"})
     tied: CodecOptions = msgspec.field(default_factory=lambda: {"codec": "identity"})
+    gradients: CodecOptions = msgspec.field(default_factory=lambda: {"codec": "uniform", "bits": 4})
+    """Between replicas; nothing of it crosses with one."""
 
 
 class MessagesConfig(_Section, frozen=True, kw_only=True):
@@ -134,7 +140,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
 
     num_stages: Positive = 2
     """Workers in one pipeline."""
-    num_replicas: Literal[1] = 1
+    num_replicas: Positive = 1
+    """Pipelines that train side by side, each on samples of its own; `num_stages` workers each."""
     schedule: str = "1f1b"
     num_in_flight: Positive | None = None
     """Microbatches a stage may have between forward and backward in `1f1b`; None: deep enough for slow links."""
@@ -155,6 +162,15 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     """How long to wait for all workers."""
 
 
+class ReplicasConfig(_Section, frozen=True, kw_only=True):
+    """How several pipelines come to one model; nothing of it matters with one replica."""
+
+    error_feedback: bool = True
+    """What a gradient's codec has lost is added to the next step's."""
+    check_steps: Count = 20
+    """Every so many steps all replicas' parameters must have the same hash; 0: never."""
+
+
 class RunConfig(_Section, frozen=True, kw_only=True):
     """One run, whole."""
 
@@ -164,11 +180,12 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     compression: CompressionConfig = CompressionConfig()
     messages: MessagesConfig = MessagesConfig()
     cluster: ClusterConfig = ClusterConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
 
 
 _HOW_TO_NAME_A_CODEC = 'name a codec, for example {codec = "uniform", bits = 8}'
 _HINTS = {
-    **{f"compression.{kind}": _HOW_TO_NAME_A_CODEC for kind in ("forward", "backward", "evaluation", "tied")},
+    **{f"compression.{kind}": _HOW_TO_NAME_A_CODEC for kind in ("forward", "backward", "evaluation", "tied", "gradients")},
     **{f"messages.{key}": HOW_TO_WRITE_A_SIZE for key in ("memory_budget", "disk_budget")},
     "cluster.link_rate": HOW_TO_WRITE_A_RATE,
 }
@@ -311,9 +328,11 @@ def _check(config: RunConfig, source: str) -> None:
         refuse("data.packing = true joins samples, but each has a class of its own (model.task): leave packing out")
     if config.model.config is not None and config.data.tokenizer is None:
         refuse("[data] tokenizer is missing: a model given by [model] config has none of its own")
-    if config.train.num_microbatches > config.train.batch_size:
+    replicas = config.cluster.num_replicas
+    if config.train.num_microbatches * replicas > config.train.batch_size:
+        times = f" in each of {replicas} replicas" if replicas > 1 else ""
         refuse(
-            f"train.num_microbatches = {config.train.num_microbatches} is more than train.batch_size = "
+            f"train.num_microbatches = {config.train.num_microbatches}{times} is more than train.batch_size = "
             f"{config.train.batch_size}: each microbatch needs a sample"
         )
     layers = config.cluster.layers
@@ -328,7 +347,7 @@ def _check(config: RunConfig, source: str) -> None:
             parse_rate(config.cluster.link_rate, "cluster.link_rate")
     except ConfigError as e:
         refuse(str(e))
-    for direction in ("forward", "backward", "evaluation", "tied"):
+    for direction in ("forward", "backward", "evaluation", "tied", "gradients"):
         options = getattr(config.compression, direction)
         if not isinstance(options.get("codec"), str):
             refuse(f"compression.{direction} = {options!r}: {_HOW_TO_NAME_A_CODEC}")

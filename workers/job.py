@@ -88,6 +88,7 @@ class AssignedWork:
         self._background: list[asyncio.Task[None]] = []
         self._loaded = asyncio.Event()
         self._random = False
+        self._check_steps = 0  # of how many steps each ends with a hash of the parameters; 0: none
         if model_folder is not None:
             from pipecomp.models import open_model
 
@@ -157,6 +158,7 @@ class AssignedWork:
         await self._codec_threads.run(functools.partial(rehearse_codecs, config, model.plan.hidden_size))
         self._note("fetching weights")
         self._random = assignment.random_weights
+        self._check_steps = config.replicas.check_steps if assignment.peers else 0
         self._weights_link = await self._hub.dial(weights_address, m.weights_link(self._name), timeout_s=_CONNECT_S)
         weights = None if assignment.random_weights else await self._fetch(assignment)
         self._note("materializing weights")
@@ -229,6 +231,9 @@ class AssignedWork:
         pipeline = self._ready
         await pipeline.commit(commit.step, learning_rate=learning_rate, clip_coefficient=commit.clip_coefficient)
         assert self._compute is not None
+        digest = ""
+        if self._check_steps and commit.step % self._check_steps == 0:
+            digest = await self._compute.run(pipeline.optimizer.parameters_hash)
         report = m.StepReport(
             compute_s=self._compute.busy_s,
             peak_memory_nbytes=peak_memory_nbytes(),
@@ -236,6 +241,7 @@ class AssignedWork:
             traffic=self._traffic(),
             meters=pipeline.take_meters(),
             stores=pipeline.store_meters(),
+            parameters_hash=digest,
         )
         return e.StepCommitted(step=commit.step, report=report)
 

@@ -15,7 +15,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class Half(NamedTuple):
     """Computes gradients and adds them to their parameters'."""
     held: tuple[torch.Tensor, ...] = ()
     """What it needs, and so keeps in memory."""
+    trains: tuple[nn.Parameter, ...] = ()
+    """Whose gradients it computes."""
 
 
 class Deferral:
@@ -36,6 +38,15 @@ class Deferral:
 
     def __init__(self) -> None:
         self._halves: list[Half] | None = None
+        self._trained: set[int] = set()
+
+    def serves(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of `parameter` comes out of a half, and not out of autograd."""
+        return id(parameter) in self._trained
+
+    def serve(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of `parameters` will come out of halves."""
+        self._trained.update(map(id, parameters))
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[list[Half]]:
@@ -90,7 +101,8 @@ class _Linear(torch.autograd.Function):
                 if bias is not None and bias.requires_grad:
                     _add(bias, gradient.sum(0))
 
-        ctx.deferral.later(Half(compute, (flat, gradient)))
+        trains = (weight,) if bias is None or not bias.requires_grad else (weight, bias)
+        ctx.deferral.later(Half(compute, (flat, gradient), trains))
         return below, None, None, None, None
 
 
@@ -116,6 +128,7 @@ def defer_linear(module: nn.Module, deferral: Deferral) -> bool:
         return output
 
     module.forward = forward
+    deferral.serve(p for p in (module.weight, module.bias) if p is not None and p.requires_grad)
     return True
 
 

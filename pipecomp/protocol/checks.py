@@ -50,6 +50,7 @@ def check_gradient_message(
     run: str,
     epoch: int,
     replica: int,
+    kind: Kind,
     stage: int,
     codec: str,
     name: str,
@@ -64,7 +65,7 @@ def check_gradient_message(
     _check(about, "run", run, message.run)
     _check(about, "epoch", epoch, message.epoch)
     _check(about, "replica", replica, message.replica)
-    _check(about, "kind", Kind.TIED, message.kind)
+    _check(about, "kind", kind, message.kind)
     _check(about, "stage", stage, message.stage)
     _check(about, "codec", codec, message.codec)
     _check(about, "name", name, message.name)

@@ -35,6 +35,7 @@ from typing import Any
 
 from pipecomp.protocol.clocks import RoundTrip as RoundTrip  # noqa: PLC0414 - parts of messages are had from here too
 from pipecomp.protocol.parts import LayerNorms as LayerNorms  # noqa: PLC0414
+from pipecomp.protocol.parts import ReplicaAddress as ReplicaAddress  # noqa: PLC0414
 from pipecomp.protocol.parts import SampleHeader as SampleHeader  # noqa: PLC0414
 from pipecomp.protocol.parts import SampleRef as SampleRef  # noqa: PLC0414
 from pipecomp.protocol.parts import StageAddress as StageAddress  # noqa: PLC0414
@@ -108,6 +109,7 @@ class Assignment(Tagged, frozen=True, kw_only=True):
     replica: int
     rank: int
     stages: tuple[StageAddress, ...]  # all stages of the replica in order; those with this rank are the worker's
+    peers: tuple[ReplicaAddress, ...] = ()  # this rank in every replica, in order, the worker itself among them
     tied: str  # "none" | "local" (embedding and head on one worker) | "exchange" (their gradients cross, kind tied)
     config: dict[str, Any]  # the resolved RunConfig as plain values
     model_config: dict[str, Any]  # transformers' configuration as plain values
@@ -137,7 +139,8 @@ class StepPlan(Tagged, frozen=True, kw_only=True):
     step: int  # never repeats, aborted steps included
     learning_rate: float
     num_targets: int  # label tokens of the whole batch, after the shift, or classes; the loss is divided by it
-    microbatches: tuple[tuple[SampleRef, ...], ...]
+    microbatches: tuple[tuple[SampleRef, ...], ...]  # of the receiver's replica; none where the batch has no sample of it
+    first_microbatch: int = 0  # microbatches of the replicas before it: numbers them through for chance
     has_input_ids: bool
     has_labels: bool
     buffer_nbytes: tuple[int, ...]
@@ -344,7 +347,7 @@ class TensorMessage(Tagged, frozen=True, kw_only=True):
 
 
 class GradientMessage(Tagged, frozen=True, kw_only=True):
-    """A piece of one parameter's gradient (kind tied). Buffers: one."""
+    """A piece of one parameter's gradient (kind tied), or of all gradients of a rank (kind gradients). Buffers: one."""
 
     sequence: int
     run: str
@@ -354,7 +357,7 @@ class GradientMessage(Tagged, frozen=True, kw_only=True):
     step: int
     stage: int
     codec: str
-    name: str
+    name: str  # of the parameter; for gradients "reduce" or "gather"
     offset: int  # first value of this piece in the flattened gradient
     num_values: int
     buffer_nbytes: tuple[int, ...]
@@ -424,6 +427,11 @@ def stage_link(replica: int, stage: int) -> str:
 def tied_link(replica: int) -> str:
     """Name of the link between embedding and head; the worker of the embedding dials."""
     return f"{replica}/tied"
+
+
+def gradients_link(rank: int, replica: int, other: int) -> str:
+    """Name of the link between the workers of `rank` in two replicas; the one of the lower replica dials."""
+    return f"gradients/{rank}/{min(replica, other)}-{max(replica, other)}"
 
 
 def weights_link(worker: str) -> str:

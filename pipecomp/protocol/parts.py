@@ -18,6 +18,14 @@ class StageAddress(msgspec.Struct, frozen=True, kw_only=True):
     message_nbytes: int = 0  # what the stage's worker can keep of messages, for each end of a link that it holds
 
 
+class ReplicaAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds the same stages in another replica."""
+
+    replica: int
+    worker: str
+    data_address: str
+
+
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint tensor that the coordinator can send."""
 

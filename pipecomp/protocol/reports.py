@@ -56,3 +56,4 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     traffic: tuple[Traffic, ...]
     meters: tuple[LinkMeter, ...]
     stores: tuple[StoreMeter, ...] = ()
+    parameters_hash: str = ""  # of the worker's trainable parameters after the step, where replicas are compared: xxh3-64

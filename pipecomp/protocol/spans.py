@@ -55,6 +55,7 @@ class Doing(enum.Enum):
     SEND_REPAIR = "send repair"  # a sample's message is asked for again, or sent again
     RECEIVE_REPAIR = "receive repair"
     WEIGHTS = "gradients of weights"  # that a backward has left for later
+    REPLICAS = "exchange of gradients between replicas"  # what is left of it once the gradients are there
 
 
 _DOINGS = tuple(Doing)

@@ -131,6 +131,7 @@ class Actions:
         self._inputs = inputs
         self._num_deferred = num_deferred
         self._deferred = dict.fromkeys(stages, 0)  # backwards that were queued, less gradients of weights that were
+        self._num_backwards = dict.fromkeys(stages, 0)
         self._note = note
 
     async def train(self, plan: StepPlan, actions: Iterable[Action], batches: Sequence[Batch]) -> list[float]:
@@ -178,7 +179,14 @@ class Actions:
 
         self._lane.put(
             f"forward of microbatch {action.microbatch} on stage {action.stage}",
-            lambda: forward(plan.step, action.microbatch, batch, hidden, num_targets=plan.num_targets),
+            lambda: forward(
+                plan.step,
+                action.microbatch,
+                batch,
+                hidden,
+                num_targets=plan.num_targets,
+                first_microbatch=plan.first_microbatch,
+            ),
             then,
         )
 
@@ -186,6 +194,8 @@ class Actions:
         stage, about = self._stages[action.stage], _subject(action, Kind.BACKWARD, plan.step)
         gradient = await self._input(action, about)
         backward = self._recorder.timed(Doing.BACKWARD, about, stage.runtime.backward, lane=COMPUTE)
+        self._num_backwards[action.stage] += 1
+        is_last = self._num_backwards[action.stage] == len(plan.microbatches)
 
         def then(below: torch.Tensor | None) -> None:
             if stage.backward_out is not None:
@@ -194,7 +204,7 @@ class Actions:
 
         self._lane.put(
             f"backward of microbatch {action.microbatch} on stage {action.stage}",
-            lambda: backward(plan.step, action.microbatch, gradient, num_targets=plan.num_targets),
+            lambda: backward(plan.step, action.microbatch, gradient, num_targets=plan.num_targets, is_last=is_last),
             then,
         )
         if self._num_deferred:

@@ -2,7 +2,8 @@
 apps; knows no control session.
 
     build_stages     meta modules -> weights (sent, own folder or random) -> parameters
-    dial and accept  the worker of stage s dials the worker of stage s + 1; embedding dials head where gradients are tied
+    dial and accept  the worker of stage s dials the worker of stage s + 1; embedding dials head where gradients are tied;
+                     of two replicas' workers of one rank, the one of the lower replica dials
     make_pipeline    one coder and one channel for each kind of traffic and direction of each link
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,16 +20,26 @@ from pipecomp.buffers.retention import Retention
 from pipecomp.config import RunConfig
 from pipecomp.errors import CodecError, PeerLost, TransportError
 from pipecomp.models.base import Model, StageModule, TiedWeight
-from pipecomp.protocol.messages import Assignment, StageAddress, stage_link, tied_link
+from pipecomp.protocol.messages import (
+    Assignment,
+    ReplicaAddress,
+    StageAddress,
+    gradients_link,
+    stage_link,
+    tied_link,
+)
 from pipecomp.runtime.actions import StageEnds
 from pipecomp.runtime.channel import Destination, Inbox, OutChannel
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.engine import Engine
+from pipecomp.runtime.gradient_row import GradientRow
+from pipecomp.runtime.gradients import GradientSums, Tied
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.link import Link, LinkHub
 from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
 from pipecomp.runtime.pipeline import Pipeline, check_layout
 from pipecomp.runtime.rehearsal import make_codec, make_schedule
+from pipecomp.runtime.replicas import Coding, Peers, ReplicaExchange
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.runtime.stores import adopt, link_capacity_nbytes, open_store
 from pipecomp.runtime.tied import TiedExchange
@@ -58,7 +69,7 @@ def build_modules(
 async def connect(hub: LinkHub, assignment: Assignment, *, timeout_s: float) -> dict[str, Link]:
     """Every data link of this worker, dialled and accepted side by side. Who dials gives up first and so says what address
     it could not reach; who waits to be dialled can only say that nobody came."""
-    wanted: dict[str, StageAddress | None] = {}
+    wanted: dict[str, StageAddress | ReplicaAddress | None] = {}
     for here, there in itertools.pairwise(assignment.stages):
         name = stage_link(assignment.replica, here.stage)
         if here.rank == assignment.rank:
@@ -72,7 +83,12 @@ async def connect(hub: LinkHub, assignment: Assignment, *, timeout_s: float) -> 
         elif last.rank == assignment.rank:
             wanted[tied_link(assignment.replica)] = None
 
-    async def open_one(name: str, there: StageAddress | None) -> Link:
+    for peer in assignment.peers:
+        if peer.replica != assignment.replica:
+            name = gradients_link(assignment.rank, assignment.replica, peer.replica)
+            wanted[name] = peer if assignment.replica < peer.replica else None
+
+    async def open_one(name: str, there: StageAddress | ReplicaAddress | None) -> Link:
         if there is None:
             return await hub.accept(name, timeout_s=2 * timeout_s)
         try:
@@ -109,11 +125,14 @@ class PipelineMaker:
         self.channels: list[OutChannel] = []
         self._stores: list[MessageBuffer] = []
         self._refuse: Callable[[int, int, CodecError], None] = _unheard
+        self._sums: GradientSums
 
     def make(self) -> Pipeline:
         """The pipeline; its channels and inboxes still have to be started (`channels`, `inboxes`)."""
         ranks = tuple(Rank(s.rank) for s in self._assignment.stages)
         check_layout(ranks)
+        owned = self._owned()
+        self._sums = self._make_sums(owned)
         try:
             stages = [self._stage_ends(stage) for stage in own_stages(self._assignment)]
         except BaseException:
@@ -124,9 +143,9 @@ class PipelineMaker:
             stages,
             ranks,
             make_schedule(self._config),
-            ShardOptimizer(self._owned(), self._config.train),
+            ShardOptimizer(owned, self._config.train),
             rank=Rank(self._assignment.rank),
-            tied=self._tied(),
+            sums=self._sums,
             engine=self._engine,
             num_deferred=self._config.cluster.num_deferred,
         )
@@ -141,6 +160,7 @@ class PipelineMaker:
             recompute=self._config.train.gradient_checkpointing,
             run_seed=self._config.train.seed,
             split_backward=self._config.cluster.num_deferred > 0,
+            on_gradient=self._sums.on_gradient if self._assignment.peers else None,
         )
         below = stages[here.stage - 1] if here.stage > 0 else None
         above = stages[here.stage + 1] if here.stage + 1 < len(stages) else None
@@ -195,9 +215,11 @@ class PipelineMaker:
         kept = retention if end == "sender" else None  # the receiver follows
         return LinkCoder(codec, buffer, link=link, kind=kind, run_seed=seed, retention=kept)
 
-    def _destination(self, kind: Kind, stage: int) -> Destination:
+    def _destination(self, kind: Kind, stage: int, replica: int | None = None) -> Destination:
+        """`replica`: None is this one."""
         a = self._assignment
-        return Destination(a.run, a.epoch, a.replica, kind, stage, self._model.plan.hidden_size)
+        to = a.replica if replica is None else replica
+        return Destination(a.run, a.epoch, to, kind, stage, self._model.plan.hidden_size)
 
     def _owned(self) -> list[OwnedParameter]:
         """Trainable parameters in layer order; a tied alias only where the embedding is on another worker."""
@@ -213,7 +235,27 @@ class PipelineMaker:
                 owned.append(OwnedParameter(layer, name, parameter, counts_in_norm=not is_alias))
         return owned
 
-    def _tied(self) -> TiedExchange | tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    def _make_sums(self, owned: Sequence[OwnedParameter]) -> GradientSums:
+        a, tied = self._assignment, self._tied()
+        if not a.peers:
+            return GradientSums(self._engine, tied)
+        stage = own_stages(a)[0].stage
+        others = [peer.replica for peer in a.peers if peer.replica != a.replica]
+        inboxes = {other: self.inboxes[gradients_link(a.rank, a.replica, other)] for other in others}
+        peers = Peers(a.replica, inboxes, {other: self._destination(Kind.GRADIENTS, stage, other) for other in others})
+        coding = Coding(
+            make_codec(self._config, Kind.GRADIENTS), self._config.replicas.error_feedback, self._config.train.seed
+        )
+        threads = self._engine.threads
+        apart = tied.parameter if isinstance(tied, TiedExchange) else None
+        row = GradientRow([o.parameter for o in owned if o.parameter is not apart])
+        exchanges = [ReplicaExchange(f"{a.rank}", row, peers, coding, threads)]
+        if apart is not None:  # both ends of a tied weight must come to the same bits: they cut it alike and name it alike
+            start = exchanges[0].last_offset
+            exchanges.append(ReplicaExchange("tied", GradientRow([apart]), peers, coding, threads, first_offset=start))
+        return GradientSums(self._engine, tied, exchanges, list(inboxes.values()))
+
+    def _tied(self) -> Tied:
         tied = self._model.plan.tied
         if tied is None:
             return None

@@ -68,10 +68,11 @@ def _padded(flat: np.ndarray, lengths: tuple[int, ...], fill: int) -> torch.Tens
 
 
 def check_refs(microbatches: Sequence[Sequence[SampleRef]]) -> None:
-    """Raise RemoteProtocolError unless every microbatch has samples and every sample a token and a place of its own."""
+    """Raise RemoteProtocolError unless every microbatch has samples and every sample a token and a place of its own. A plan
+    without microbatches is one of a batch in which this replica has no sample."""
     ids = [ref.sample_id for refs in microbatches for ref in refs]
-    if not microbatches or any(not refs for refs in microbatches):
-        raise RemoteProtocolError("a plan needs at least one microbatch and each microbatch a sample")
+    if any(not refs for refs in microbatches):
+        raise RemoteProtocolError("each microbatch of a plan needs a sample")
     if any(ref.length < 1 for refs in microbatches for ref in refs):
         raise RemoteProtocolError("a sample of no tokens stands in a plan")
     if len(set(ids)) != len(ids):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import xxhash
 
 from pipecomp.config import TrainConfig
 from pipecomp.protocol.messages import LayerNorms
@@ -59,6 +60,13 @@ class ShardOptimizer:
             if groups
             else None
         )
+
+    def parameters_hash(self) -> str:
+        """xxh3-64 of all parameters' bytes, in order, hexadecimal."""
+        digest = xxhash.xxh3_64()
+        for owned in self.owned:
+            digest.update(owned.parameter.detach().contiguous().numpy().reshape(-1).view("u1"))
+        return digest.hexdigest()
 
     def layer_norms(self) -> tuple[LayerNorms, ...]:
         """Squared norm of every gradient, by layer. A parameter that got no gradient counts as zero."""

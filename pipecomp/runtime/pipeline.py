@@ -26,9 +26,9 @@ from pipecomp.runtime.actions import Actions, StageEnds, cancel
 from pipecomp.runtime.batches import check_refs, make_batches
 from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.engine import Engine
+from pipecomp.runtime.gradients import GradientSums
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.optimizer import ShardOptimizer
-from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
 from pipecomp.runtime.trace import COMPUTE, StepNotes
 from pipecomp.schedules.base import Action, ActionKind, Schedule
 from pipecomp.types import Kind, Rank
@@ -77,12 +77,11 @@ class Pipeline:
         optimizer: ShardOptimizer,
         *,
         rank: Rank,
-        tied: TiedExchange | tuple[torch.nn.Parameter, torch.nn.Parameter] | None,
+        sums: GradientSums,
         engine: Engine,
         num_deferred: int = 0,
     ) -> None:
-        """`tied`: the exchange, or (embedding, head) parameters where both are here, or None. `num_deferred`: of so many
-        microbatches a stage may leave gradients of weights for later."""
+        """`num_deferred`: of so many microbatches a stage may leave gradients of weights for later."""
         self.stages = {s.stage: s for s in stages}
         self.activity = Activity()
         self.optimizer = optimizer
@@ -91,7 +90,7 @@ class Pipeline:
         self._rank = rank
         self._orders: dict[int, list[Action]] = {}
         self._num_deferred = num_deferred
-        self._tied = tied
+        self._sums = sums
         self._engine = engine
         self.compute = engine.compute
         self.threads = engine.threads
@@ -114,7 +113,11 @@ class Pipeline:
         order = [ref.sample_id for refs in plan.microbatches for ref in refs]
         for coder in self._coders():
             coder.prefetch(order)
-        prepared = await self._until_refused(self._run_actions(plan, self._batches(plan, buffers)))
+        self._sums.begin(plan.step)
+        try:
+            prepared = await self._until_refused(self._run_actions(plan, self._batches(plan, buffers)))
+        finally:
+            await self._sums.stop()
         self._notes.prepared()
         return prepared
 
@@ -141,7 +144,7 @@ class Pipeline:
         await self.compute.run(optimize, learning_rate, clip_coefficient)
         for coder in self._coders():
             coder.commit(step)
-        self._finish(step)
+        self._finish(step, is_committed=True)
         self._notes.end(Doing.STEP, step)
         self._note("waiting for the next step", step)
 
@@ -156,8 +159,8 @@ class Pipeline:
         await self.compute.run(self._forget)
         for coder in self._coders():
             coder.abort(step)
+        self._finish(step, is_committed=False)
         self.take_meters()  # of a step that never was
-        self._finish(step)
         self._notes.end(Doing.ABORTED, step)
         self._note("waiting for the next step", step)
 
@@ -206,7 +209,7 @@ class Pipeline:
 
     def take_meters(self) -> tuple[LinkMeter, ...]:
         channels = [c for s in self.stages.values() for c in (s.forward_out, s.backward_out) if c is not None]
-        return tuple(meter for channel in channels for meter in channel.take_meters())
+        return (*(meter for channel in channels for meter in channel.take_meters()), *self._sums.take_meters())
 
     def store_meters(self) -> tuple[StoreMeter, ...]:
         """One for each end of a link whose codec has messages."""
@@ -235,7 +238,7 @@ class Pipeline:
                 await self._all_encoded(plan.step)
         finally:
             await cancel(inputs.values())
-        await self._sum_tied(plan.step)
+        await self._sum_gradients(plan.step)
         self._note("gradient norms", plan.step)
         measure = self._recorder.timed(Doing.NORMS, Subject(step=plan.step), self.optimizer.layer_norms, lane=COMPUTE)
         norms = await self.compute.run(measure)
@@ -249,16 +252,12 @@ class Pipeline:
                     self._note(f"encoding the last values of stage {stage.stage}", step)
                     await channel.encoded()
 
-    async def _sum_tied(self, step: int) -> None:
-        if isinstance(self._tied, TiedExchange):
-            self._note("exchange of the tied weight's gradients", step)
-            try:
-                with self._recorder.during(Doing.TIED, COMPUTE, Subject(Kind.TIED, step=step)):
-                    await self._tied.exchange(step)
-            except NonFiniteValues as error:
-                raise StepRefused(self._tied.own_stage, f"step {step}: tied gradient: {error}") from error
-        elif self._tied is not None:
-            await self.compute.run(add_tied_gradients, *self._tied)
+    async def _sum_gradients(self, step: int) -> None:
+        self._note("sums of gradients", step)
+        try:
+            await self._sums.finish(step)
+        except NonFiniteValues as error:
+            raise StepRefused(min(self.stages), f"step {step}: {error}") from error
 
     # ------------------------------------------------------------ inputs and outputs
 
@@ -266,7 +265,9 @@ class Pipeline:
         return make_batches(plan, buffers, labels_are_classes=self._labels_are_classes)
 
     def _actions(self, num_microbatches: int) -> list[Action]:
-        """This rank's order. Made once for each number of microbatches: playing all ranks takes milliseconds."""
+        """This rank's order; of no microbatches none. Made once for each number: playing all ranks takes milliseconds."""
+        if not num_microbatches:
+            return []
         if num_microbatches not in self._orders:
             self._orders[num_microbatches] = self._schedule.actions(self._ranks, num_microbatches)[self._rank]
         return self._orders[num_microbatches]
@@ -302,13 +303,12 @@ class Pipeline:
             coders += [c.coder for c in (stage.forward_in, stage.backward_in) if c is not None]
         return coders
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int, *, is_committed: bool) -> None:
         for stage in self.stages.values():
             for inlet in (stage.forward_in, stage.backward_in):
                 if inlet is not None:
                     inlet.inbox.finish(inlet.expected.kind, step)
-        if isinstance(self._tied, TiedExchange):
-            self._tied.finish(step)
+        self._sums.end(step, is_committed=is_committed)
 
     def _forget(self) -> None:
         self.optimizer.forget()

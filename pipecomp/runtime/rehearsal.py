@@ -4,6 +4,7 @@ delays no step and no heartbeat. Knows the run's settings; no links."""
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from pipecomp import registry
 from pipecomp.buffers.formats import MessageFormat
@@ -12,9 +13,9 @@ from pipecomp.config import RunConfig
 from pipecomp.errors import ConfigError
 from pipecomp.native import ops
 from pipecomp.schedules.base import Schedule
-from pipecomp.types import Kind
+from pipecomp.types import Kind, TensorSpec
 
-CODED_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATION, Kind.TIED)
+CODED_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATION, Kind.TIED, Kind.GRADIENTS)
 """Kinds of traffic whose codec the run file names."""
 
 
@@ -57,8 +58,22 @@ def check_plugins(config: RunConfig, source: str) -> None:
 def rehearse_codecs(config: RunConfig, num_columns: int) -> None:
     """Compile, or load, every kernel that the run will call on samples of `num_columns` features."""
     for kind in CODED_KINDS:
-        make_codec(config, kind).warm_up(num_columns)
+        codec = make_codec(config, kind)
+        if kind is not Kind.GRADIENTS:
+            codec.warm_up(num_columns)
+        elif config.cluster.num_replicas > 1:
+            _rehearse_feedback(codec)
     MessageFormat(config.messages.dtype).warm_up()
     values = np.ones(num_columns, np.float32)
     for message in (None, values):
         ops.squared_norms(values, message, values)
+
+
+def _rehearse_feedback(codec: Codec) -> None:
+    """A first and a second time: only the second has an error to feed back."""
+    gradients, error = torch.ones(1, 1024), None
+    out = np.empty(codec.encoded_nbytes(TensorSpec(1, 1024), first_visit=True), np.uint8)
+    for _ in range(2):
+        error = codec.encode_with_feedback(gradients, error, seed=0, out=out)
+    codec.encode(gradients, None, seed=0, out=out)
+    codec.decode(out, None, TensorSpec(1, 1024))

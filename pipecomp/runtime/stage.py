@@ -10,7 +10,7 @@ The forward of a stage runs on what it received, m(xi), and its input gradient i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class _Kept(NamedTuple):
     """What a backward pass needs of its forward pass."""
 
     batch: Batch
+    chance: int
     hidden: torch.Tensor | None
     output: torch.Tensor | None  # with graph; None means: recompute
 
@@ -47,8 +48,10 @@ class StageRuntime:
         recompute: bool,
         run_seed: int,
         split_backward: bool = False,
+        on_gradient: Callable[[torch.nn.Parameter], None] | None = None,
     ) -> None:
-        """`split_backward`: leave what nobody waits for to `weights`."""
+        """`split_backward`: leave what nobody waits for to `weights`. `on_gradient` is told, where backwards run, of parameters
+        whose gradients are complete: all of them that the last backward of a step has touched."""
         self.module = module
         self.needs_input_gradient = needs_input_gradient
         self.has_backward = needs_input_gradient or any(p.requires_grad for p in module.parameters())
@@ -57,6 +60,12 @@ class StageRuntime:
         self._kept: dict[int, _Kept] = {}
         self._deferral = module.split_backward() if split_backward else None
         self._later: deque[Sequence[Half]] = deque()  # of each microbatch, the oldest first
+        self._on_gradient = on_gradient
+        self._is_last = False  # the newest backward of the step
+        if on_gradient is not None:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._by_autograd)
 
     @property
     def num_deferred(self) -> int:
@@ -75,12 +84,19 @@ class StageRuntime:
         return sum(storages.values())
 
     def forward(
-        self, step: int, microbatch: int, batch: Batch, hidden: torch.Tensor | None, *, num_targets: int
+        self,
+        step: int,
+        microbatch: int,
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        *,
+        num_targets: int,
+        first_microbatch: int = 0,
     ) -> ForwardResult:
         """Forward one microbatch of a training step.
 
         Args:
-            step, microbatch: also the dropout's seed.
+            step, microbatch: with `first_microbatch` added, also the dropout's seed: other replicas draw other numbers.
             batch: lengths, and ids or labels where this stage needs them.
             hidden: (B, T, H) fp32 as received; None where the stage starts with the embedding.
             num_targets: label tokens (or classes) of the whole batch; the loss that is differentiated is divided by it.
@@ -89,19 +105,20 @@ class StageRuntime:
             raise LocalProtocolError(f"forward of microbatch {microbatch} runs twice in step {step}")
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(self.needs_input_gradient)
-        keep_graph = self.has_backward and not self._recompute
+        keep_graph, chance = self.has_backward and not self._recompute, first_microbatch + microbatch
         with torch.set_grad_enabled(keep_graph):
-            output, loss_sum = self._run(step, microbatch, batch, hidden, num_targets)
+            output, loss_sum = self._run(step, chance, batch, hidden, num_targets)
         if self.has_backward:
-            self._kept[microbatch] = _Kept(batch, hidden, output if keep_graph else None)
+            self._kept[microbatch] = _Kept(batch, chance, hidden, output if keep_graph else None)
         return ForwardResult(None if self.module.is_last else output.detach(), loss_sum)
 
     def backward(
-        self, step: int, microbatch: int, gradient: torch.Tensor | None, *, num_targets: int
+        self, step: int, microbatch: int, gradient: torch.Tensor | None, *, num_targets: int, is_last: bool = False
     ) -> torch.Tensor | None:
         """Backward one microbatch; return the gradient at its input if an earlier stage needs it.
 
         Args:
+            is_last: it is the step's last one on this stage.
             gradient: (B, T, H) fp32 at this stage's output, zeros at padding; None where the stage ends with the head.
         """
         kept = self._kept.pop(microbatch, None)
@@ -110,7 +127,8 @@ class StageRuntime:
         output = kept.output
         if output is None:
             with torch.enable_grad():
-                output, _ = self._run(step, microbatch, kept.batch, kept.hidden, num_targets)
+                output, _ = self._run(step, kept.chance, kept.batch, kept.hidden, num_targets)
+        self._is_last = is_last
         if self._deferral is None:
             torch.autograd.backward(output, gradient)
         else:
@@ -125,8 +143,12 @@ class StageRuntime:
     def weights(self) -> None:
         """Compute the gradients of weights that the oldest backward has left, and add them up. Does nothing if none has."""
         if self._later:
-            for half in self._later.popleft():
+            halves = self._later.popleft()
+            for half in halves:
                 half.compute()
+                if self._is_last and not self._later:
+                    for parameter in half.trains:
+                        self._accumulated(parameter)
 
     def evaluate(self, batch: Batch, hidden: torch.Tensor | None) -> ForwardResult:
         """Forward without dropout, graph or trace."""
@@ -141,11 +163,22 @@ class StageRuntime:
         """Drop the microbatches in flight (an aborted step)."""
         self._kept.clear()
         self._later.clear()
+        self._is_last = False
+
+    def _by_autograd(self, parameter: torch.nn.Parameter) -> None:
+        """Told of parameters whose gradients are deferred as well, though nothing was added to them."""
+        if self._deferral is None or not self._deferral.serves(parameter):
+            self._accumulated(parameter)
+
+    def _accumulated(self, parameter: torch.nn.Parameter) -> None:
+        """A gradient has been added to."""
+        if self._is_last and self._on_gradient is not None:
+            self._on_gradient(parameter)
 
     def _run(
-        self, step: int, microbatch: int, batch: Batch, hidden: torch.Tensor | None, num_targets: int
+        self, step: int, chance: int, batch: Batch, hidden: torch.Tensor | None, num_targets: int
     ) -> tuple[torch.Tensor, float | None]:
-        output = self.module.forward_layers(hidden, batch, seeds=DropoutSeeds(self._run_seed, step, microbatch))
+        output = self.module.forward_layers(hidden, batch, seeds=DropoutSeeds(self._run_seed, step, chance))
         if not self.module.is_last:
             return output, None
         loss_sum = self.module.loss_sum(output, batch)

@@ -118,6 +118,7 @@ class TiedExchange:
             run=self._to.run,
             epoch=self._to.epoch,
             replica=self._to.replica,
+            kind=self._to.kind,
             stage=self.own_stage,
             codec=self._codec.name,
             name=self._name,

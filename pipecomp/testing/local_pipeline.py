@@ -3,6 +3,8 @@ transport. Knows the runtime; starts no process. For tests of the laws and for e
 
     async with LocalPipeline(config, model_config, num_ranks=3) as pipeline:
         outcome = await pipeline.step(microbatches, learning_rate=1e-3)
+
+With several replicas a step has microbatches for each: `step_of_replicas`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,22 @@ from pipecomp.config import RunConfig
 from pipecomp.models import model_from_config
 from pipecomp.models.base import CLASSIFICATION, StageModule
 from pipecomp.partition import StagePlan, plan_stages
-from pipecomp.protocol.messages import Assignment, EvaluationPlan, SampleRef, StageAddress, StepPlan, Traffic
+from pipecomp.protocol.messages import (
+    Assignment,
+    EvaluationPlan,
+    LayerNorms,
+    ReplicaAddress,
+    SampleRef,
+    StageAddress,
+    StepPlan,
+    Traffic,
+)
 from pipecomp.runtime.assembly import PipelineMaker, build_modules, connect
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.link import LinkHub
-from pipecomp.runtime.pipeline import EvaluationSums, Pipeline
+from pipecomp.runtime.pipeline import EvaluationSums, Pipeline, PreparedStep
 from pipecomp.runtime.stores import StoreHome, count_ends, store_settings
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
@@ -59,10 +70,12 @@ class Evaluation(NamedTuple):
 
 
 Microbatches = Sequence[Sequence[LocalSample]]
+Plans = Sequence[tuple[StepPlan, list[memoryview]]]
+"""One a replica, with its token buffers."""
 
 
 class LocalPipeline:
-    """All ranks of one pipeline; `ranks[i]` is the pipeline of rank i."""
+    """All ranks of all replicas; `ranks[i]` is the pipeline of rank i of replica 0, and those of the others come behind."""
 
     def __init__(
         self,
@@ -82,6 +95,7 @@ class LocalPipeline:
         self.ranks: list[Pipeline] = []
         self._weights = weights
         self._num_ranks = num_ranks
+        self.num_replicas = config.cluster.num_replicas
         self._home = home
         self._compute = ComputeThread(num_threads=1)
         self._threads = CodecThreads()
@@ -89,6 +103,8 @@ class LocalPipeline:
         self._tasks: list[asyncio.Task[None]] = []
         self._step = 0
         self._evaluation = 0
+        self.prepared_norms: list[tuple[LayerNorms, ...]] = []
+        """What each worker said of its gradients in the last step."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -102,13 +118,12 @@ class LocalPipeline:
         network = MemoryNetwork()
         addresses = []
         credit = self.config.cluster.link_credit_nbytes
-        for rank in range(self._num_ranks):
-            hub = LinkHub(MemoryTransport(network), worker=f"worker-{rank}", credit_nbytes=credit)
+        for place in range(self._num_ranks * self.num_replicas):
+            hub = LinkHub(MemoryTransport(network), worker=f"worker-{place}", credit_nbytes=credit)
             hub.configure(_RUN, _EPOCH)
-            addresses.append(await hub.listen(Address(f"memory://worker-{rank}")))
+            addresses.append(await hub.listen(Address(f"memory://worker-{place}")))
             self._hubs.append(hub)
-        stages = self._addresses(addresses)
-        assignments = [self._assignment(rank, stages) for rank in range(self._num_ranks)]
+        assignments = [self._assignment(place, addresses) for place in range(len(addresses))]
         links = await asyncio.gather(
             *(connect(hub, a, timeout_s=10.0) for hub, a in zip(self._hubs, assignments, strict=True))
         )
@@ -142,15 +157,29 @@ class LocalPipeline:
 
     async def step(self, microbatches: Microbatches, *, learning_rate: float, abort: bool = False) -> StepOutcome:
         """One optimizer step by the two-phase rule; `abort` decides against it after all ranks are prepared."""
-        plan, buffers = self._step_plan(microbatches, learning_rate)
-        return await self.run_step(plan, buffers, abort=abort)
+        return await self.step_of_replicas([microbatches], learning_rate=learning_rate, abort=abort)
+
+    async def step_of_replicas(
+        self, shares: Sequence[Microbatches], *, learning_rate: float, abort: bool = False
+    ) -> StepOutcome:
+        """The same for several replicas, each with microbatches of its own; one may have none."""
+        return await self.run_steps(self.plans(shares, learning_rate=learning_rate), abort=abort)
 
     async def run_step(self, plan: StepPlan, buffers: list[memoryview], *, abort: bool = False) -> StepOutcome:
         """The same for a plan as a coordinator makes it, for assignment epoch 1, with all token buffers."""
-        self._step = plan.step
-        prepared = await self._all(rank.run_step(plan, buffers) for rank in self.ranks)
+        return await self.run_steps([(plan, buffers)], abort=abort)
+
+    async def prepare(self, plans: Plans) -> list[PreparedStep]:
+        """The first half of a step: gradients are summed, nothing is decided. By worker."""
+        self._step = plans[0][0].step
+        return await self._all(rank.run_step(*plans[place // self._num_ranks]) for place, rank in enumerate(self.ranks))
+
+    async def run_steps(self, plans: Plans, *, abort: bool = False) -> StepOutcome:
+        """A step for one plan a replica."""
+        plan, prepared = plans[0][0], await self.prepare(plans)
         loss = sum(s for p in prepared for s in p.loss_sums) / plan.num_targets
-        norms = sorted((n for p in prepared for n in p.layer_norms), key=lambda n: n.layer)
+        self.prepared_norms = [p.layer_norms for p in prepared]
+        norms = sorted((n for p in prepared[: self._num_ranks] for n in p.layer_norms), key=lambda n: n.layer)
         total = 0.0
         for layer in norms:
             for value in layer.squared_norms:
@@ -179,22 +208,26 @@ class LocalPipeline:
             buffer_nbytes=tuple(map(len, buffers)),
         )
         sums = await self.run_evaluation(plan, buffers)
-        loss = sum(sums.loss_sums) / self._num_targets(microbatches)
+        loss = sum(sums.loss_sums) / max(1, self._num_targets(microbatches))
         return Evaluation(loss, sum(sums.num_correct) / sum(map(len, refs)) if sums.num_correct else None)
 
     async def run_evaluation(self, plan: EvaluationPlan, buffers: list[memoryview]) -> EvaluationSums:
         """The same for a plan as a coordinator makes it, for assignment epoch 1, with all token buffers."""
         self._evaluation = plan.evaluation
-        found = await self._all(rank.evaluate(plan, buffers) for rank in self.ranks)
+        found = await self._all(rank.evaluate(plan, buffers) for rank in self.ranks[: self._num_ranks])
         return EvaluationSums(
             tuple(s for sums in found for s in sums.loss_sums), tuple(n for sums in found for n in sums.num_correct)
         )
 
     def digests(self) -> list[tuple[dict[SampleId, tuple[int, int]], dict[SampleId, tuple[int, int]]]]:
         """For each forward link, what its sender and what its receiver remember (law 2)."""
-        ends = {index: stage for rank in self.ranks for index, stage in rank.stages.items()}
-        pairs = [(ends[StageIndex(i)].forward_out, ends[StageIndex(i + 1)].forward_in) for i in range(len(ends) - 1)]
-        return [(out.coder.digest(), inlet.coder.digest()) for out, inlet in pairs if out is not None and inlet is not None]
+        found = []
+        for first in range(0, len(self.ranks), self._num_ranks):
+            replica = self.ranks[first : first + self._num_ranks]
+            ends = {index: stage for rank in replica for index, stage in rank.stages.items()}
+            pairs = [(ends[StageIndex(i)].forward_out, ends[StageIndex(i + 1)].forward_in) for i in range(len(ends) - 1)]
+            found += [(out.coder.digest(), inlet.coder.digest()) for out, inlet in pairs if out and inlet]
+        return found
 
     def traffic(self) -> dict[Kind, int]:
         """Values sent so far, by kind."""
@@ -207,10 +240,17 @@ class LocalPipeline:
         """What every rank has sent so far, by link and kind."""
         return tuple(traffic for hub in self._hubs for traffic in hub.traffic())
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self, replica: int = 0) -> dict[str, torch.Tensor]:
         """Every parameter by checkpoint name, a tied weight's alias included, copied."""
-        named = (pair for modules in self.modules for m in modules.values() for pair in m.named_checkpoint_parameters())
+        own = self.modules[replica * self._num_ranks :][: self._num_ranks]
+        named = (pair for modules in own for m in modules.values() for pair in m.named_checkpoint_parameters())
         return {name: parameter.detach().clone() for name, parameter in named}
+
+    def gradients(self, replica: int = 0) -> dict[str, torch.Tensor]:
+        """The same of gradients, once a step is prepared; of parameters that have one."""
+        own = self.modules[replica * self._num_ranks :][: self._num_ranks]
+        named = (pair for modules in own for m in modules.values() for pair in m.named_checkpoint_parameters())
+        return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
     async def _all(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """Wait for all; the first failure, of a rank or of a link, ends the rest."""
@@ -241,8 +281,8 @@ class LocalPipeline:
             layers=self.config.cluster.layers,
         )
 
-    def _addresses(self, addresses: Sequence[Address]) -> tuple[StageAddress, ...]:
-        stages = []
+    def _addresses(self, addresses: Sequence[Address], replica: int) -> tuple[StageAddress, ...]:
+        stages, first = [], replica * self._num_ranks
         num_ends = count_ends(self.plan.ranks)
         for index, (shard, rank) in enumerate(zip(self.plan.shards, self.plan.ranks, strict=True)):
             stages.append(
@@ -251,8 +291,8 @@ class LocalPipeline:
                     rank=rank,
                     first_layer=shard.first_layer,
                     end_layer=shard.end_layer,
-                    worker=f"worker-{rank}",
-                    data_address=addresses[rank],
+                    worker=f"worker-{first + rank}",
+                    data_address=addresses[first + rank],
                     needs_input_gradient=self._trains_before(shard),
                     message_nbytes=store_settings(self.config.messages, self._home, num_ends[rank]).capacity_nbytes,
                 )
@@ -262,13 +302,17 @@ class LocalPipeline:
     def _trains_before(self, shard: Shard) -> bool:
         return any(p.trainable and p.layer < shard.first_layer for p in self.model.plan.parameters)
 
-    def _assignment(self, rank: int, stages: tuple[StageAddress, ...]) -> Assignment:
+    def _assignment(self, place: int, addresses: Sequence[Address]) -> Assignment:
+        replica, rank = divmod(place, self._num_ranks)
+        own = enumerate(range(rank, len(addresses), self._num_ranks))
+        peers = tuple(ReplicaAddress(replica=r, worker=f"worker-{p}", data_address=addresses[p]) for r, p in own)
         return Assignment(
             run=_RUN,
             epoch=_EPOCH,
-            replica=0,
+            replica=replica,
             rank=rank,
-            stages=stages,
+            stages=self._addresses(addresses, replica),
+            peers=peers if len(peers) > 1 else (),
             tied=self.plan.tied,
             config=msgspec.to_builtins(self.config),
             model_config=self.model.config,
@@ -278,29 +322,35 @@ class LocalPipeline:
             num_threads=1,
         )
 
-    def _step_plan(self, microbatches: Microbatches, learning_rate: float) -> tuple[StepPlan, list[memoryview]]:
-        self._step += 1
-        refs, buffers = _refs_and_buffers(microbatches)
-        plan = StepPlan(
-            epoch=_EPOCH,
-            step=self._step,
-            learning_rate=learning_rate,
-            num_targets=self._num_targets(microbatches),
-            microbatches=refs,
-            has_input_ids=True,
-            has_labels=True,
-            buffer_nbytes=tuple(map(len, buffers)),
-        )
-        return plan, buffers
+    def plans(self, shares: Sequence[Microbatches], *, learning_rate: float) -> Plans:
+        """The next step's, for each replica's microbatches."""
+        num_targets = max(1, sum(self._num_targets(share) for share in shares if share))
+        plans, first = [], 0
+        for share in shares:
+            refs, buffers = _refs_and_buffers(share)
+            plan = StepPlan(
+                epoch=_EPOCH,
+                step=self._step + 1,
+                learning_rate=learning_rate,
+                num_targets=num_targets,
+                microbatches=refs,
+                first_microbatch=first,
+                has_input_ids=True,
+                has_labels=True,
+                buffer_nbytes=tuple(map(len, buffers)),
+            )
+            plans.append((plan, buffers))
+            first += len(refs)
+        return plans
 
     def _num_targets(self, microbatches: Microbatches) -> int:
         if self.model.plan.task == CLASSIFICATION:
             return sum(map(len, microbatches))
-        return max(1, sum(label != -100 for samples in microbatches for s in samples for label in s.labels[1:]))
+        return sum(label != -100 for samples in microbatches for s in samples for label in s.labels[1:])
 
 
 def _refs_and_buffers(microbatches: Microbatches) -> tuple[tuple[tuple[SampleRef, ...], ...], list[memoryview]]:
     refs = tuple(tuple(SampleRef(s.sample_id, len(s.input_ids)) for s in samples) for samples in microbatches)
     samples = [s for samples in microbatches for s in samples]
     columns = ([s.input_ids for s in samples], [s.labels for s in samples])
-    return refs, [memoryview(np.concatenate([np.asarray(x, "<i4") for x in c]).tobytes()) for c in columns]
+    return refs, [memoryview(b"".join(np.asarray(x, "<i4").tobytes() for x in c)) for c in columns]

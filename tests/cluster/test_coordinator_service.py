@@ -75,6 +75,7 @@ def prepare(config: RunConfig, num_samples: int = 7) -> PreparedRun:
         steps_per_epoch=batches.steps_per_epoch,
         total_steps=batches.total_steps,
         batch_size=batches.size,
+        num_microbatches=batches.num_microbatches,
         evaluation_sizes=batches.evaluation_sizes,
     )
     return PreparedRun(config, model, plan, batches, num_samples, 4, {}, {"tokenizer.json": b"{}"}, terms)

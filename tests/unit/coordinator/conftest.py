@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from coordinator import events as e
@@ -16,28 +17,34 @@ EPOCH = ASSIGNMENT_EPOCH
 REPORT = m.StepReport(compute_s=0.0, peak_memory_nbytes=0, message_nbytes=0, traffic=(), meters=())
 
 
-def make_config(num_workers: int = 2, train: dict[str, object] | None = None, store: str = "memory") -> RunConfig:
+def make_config(
+    num_workers: int = 2, train: dict[str, object] | None = None, store: str = "memory", num_replicas: int = 1
+) -> RunConfig:
     return parse_run_config(
         {
             "model": {"name": "m"},
             "data": {"train": "t.jsonl"},
             "train": {"learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", **(train or {})},
             "messages": {"store": store},
-            "cluster": {"num_stages": num_workers},
+            "cluster": {"num_stages": num_workers // num_replicas, "num_replicas": num_replicas},
         }
     )
 
 
-def make_terms(num_workers: int = 2, *, total_steps: int = 3, evaluations: int = 0) -> e.RunTerms:
+def make_terms(
+    num_workers: int = 2, *, total_steps: int = 3, evaluations: int = 0, num_replicas: int = 1
+) -> e.RunTerms:
     return e.RunTerms(
         config_hash="c0",
         model_hash="m0",
         tokenizer_hash="t0",
-        stages=tuple(e.StageSplit(i, i, 3 * i, 3 * i + 3) for i in range(num_workers)),
+        stages=tuple(e.StageSplit(i, i, 3 * i, 3 * i + 3) for i in range(num_workers // num_replicas)),
         steps_per_epoch=2,
         total_steps=total_steps,
         batch_size=lambda _step: e.BatchSize(samples=4, tokens=40, targets=10),
+        num_microbatches=lambda _step: (1,) * num_replicas,
         evaluation_sizes=(e.BatchSize(2, 20, 5),) * evaluations,
+        num_replicas=num_replicas,
     )
 
 
@@ -63,7 +70,9 @@ class Script:
         self, num_workers: int = 2, train: dict[str, object] | None = None, store: str = "memory", **terms: int
     ) -> None:
         self.num_workers = num_workers
-        self.state = CoordinatorState(make_config(num_workers, train, store), Identity("run1", "1.0", "memory://weights"))
+        self.num_ranks = num_workers // terms.get("num_replicas", 1)
+        config = make_config(num_workers, train, store, terms.get("num_replicas", 1))
+        self.state = CoordinatorState(config, Identity("run1", "1.0", "memory://weights"))
         self.terms = make_terms(num_workers, **terms)
         self.now = 0.0
         self.log: list[e.Record] = []
@@ -100,12 +109,14 @@ class Script:
         return [self.say(i, ready) for i in range(self.num_workers)][-1]
 
     def prepared(self, worker: int, step: int, loss: float = 20.0, squared_norm: float = 4.0) -> list[e.Effect]:
-        losses = (loss,) if worker == self.num_workers - 1 else ()
-        norms = (m.LayerNorms(3 * worker, (squared_norm,)),)
+        rank = worker % self.num_ranks
+        losses = (loss,) if rank == self.num_ranks - 1 else ()
+        norms = (m.LayerNorms(3 * rank, (squared_norm,)),)
         return self.say(worker, m.Prepared(epoch=EPOCH, step=step, loss_sums=losses, layer_norms=norms))
 
-    def committed(self, worker: int, step: int) -> list[e.Effect]:
-        return self.say(worker, m.Committed(epoch=EPOCH, step=step, report=REPORT))
+    def committed(self, worker: int, step: int, parameters_hash: str = "") -> list[e.Effect]:
+        report = msgspec.structs.replace(REPORT, parameters_hash=parameters_hash)
+        return self.say(worker, m.Committed(epoch=EPOCH, step=step, report=report))
 
     def failed(self, worker: int, step: int, reason: str = "NaN") -> list[e.Effect]:
         return self.say(worker, m.StepFailed(epoch=EPOCH, step=step, stage=worker, reason=reason))
@@ -117,7 +128,7 @@ class Script:
         self, worker: int, number: int, loss: float = 10.0, num_correct: tuple[int, ...] = ()
     ) -> list[e.Effect]:
         """`num_correct`: from a classifier's head, one number for the one loss."""
-        is_head = worker == self.num_workers - 1
+        is_head = worker % self.num_ranks == self.num_ranks - 1
         losses, correct = ((loss,), num_correct) if is_head else ((), ())
         message = m.Evaluated(epoch=EPOCH, evaluation=number, loss_sums=losses, num_correct=correct, traffic=())
         return self.say(worker, message)

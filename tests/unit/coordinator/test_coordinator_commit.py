@@ -54,13 +54,15 @@ def prepared(losses: tuple[float, ...], *norms: m.LayerNorms) -> m.Prepared:
 
 
 def test_a_layer_counted_twice_is_an_objection():
-    votes = [prepared((1.0,), m.LayerNorms(0, (1.0,))), prepared((), m.LayerNorms(0, (1.0,)))]
-    assert "same layer" in count_votes(votes, num_targets=1, max_grad_norm=1.0).objection
+    votes = {"w0": prepared((1.0,), m.LayerNorms(0, (1.0,))), "w1": prepared((), m.LayerNorms(0, (1.0,)))}
+    assert "same layer" in count_votes(votes, (1,), num_targets=1, max_grad_norm=1.0).objection
 
 
 def test_two_losses_are_an_objection():
-    votes = [prepared((1.0,)), prepared((1.0,))]
-    assert "2 workers reported a loss" in count_votes(votes, num_targets=1, max_grad_norm=1.0).objection
+    votes = {"w0": prepared((1.0,)), "w1": prepared((1.0,))}
+    assert "losses of 1, 1 microbatches were reported; 1 were planned" in (
+        count_votes(votes, (1,), num_targets=1, max_grad_norm=1.0).objection
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

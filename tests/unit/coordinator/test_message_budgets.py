@@ -33,7 +33,7 @@ def make_run(num_samples: int, *, messages: dict[str, str] | None = None, codec:
     return SimpleNamespace(
         config=config,
         stage_plan=SimpleNamespace(ranks=(0, 1, 2)),
-        terms=SimpleNamespace(steps_per_epoch=10, total_steps=10 * num_epochs),
+        terms=SimpleNamespace(steps_per_epoch=10, total_steps=10 * num_epochs, num_replicas=1),
         batches=SimpleNamespace(lengths=np.full(num_samples, 256)),
         model=SimpleNamespace(plan=SimpleNamespace(hidden_size=576)),
     )
