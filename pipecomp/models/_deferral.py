@@ -128,7 +128,7 @@ def defer_linear(module: nn.Module, deferral: Deferral) -> bool:
         return output
 
     module.forward = forward
-    deferral.serve(p for p in (module.weight, module.bias) if p is not None and p.requires_grad)
+    deferral.serve(p for p in module.parameters(recurse=False) if p.requires_grad)
     return True
 
 

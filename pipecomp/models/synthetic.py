@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import nn
 
-from pipecomp.config import NonNegative, Positive
+from pipecomp.config import Count, NonNegative, Positive
 from pipecomp.errors import ConfigError
 from pipecomp.models._checkpoint import CheckpointReader
 from pipecomp.models._deferral import Deferral, Half
@@ -60,6 +60,9 @@ class SyntheticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     change: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     """Relative change of a sample's activations from one visit to the next."""
     num_tensors: Annotated[int, msgspec.Meta(ge=2, le=64)] = 4
+    block_parameters: Count = 0
+    """Values of each block's parameter, for gradients that replicas exchange; 0: as many as its width. More than that get their
+    gradient once a step, in the first backward pass: adding to it 16 times over would cost what a device does by the way."""
 
 
 class _Work(NamedTuple):
@@ -90,23 +93,33 @@ class _Layer(torch.autograd.Function):
     """Embedding or block: (B, T, H) out of the ring, whatever came in."""
 
     @staticmethod
-    def forward(ctx: Any, _hidden: torch.Tensor | None, _weight: torch.Tensor, work: _Work) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, _hidden: torch.Tensor | None, weight: nn.Parameter, work: _Work) -> torch.Tensor:  # noqa: ANN401
         end = time.perf_counter() + work.times()[0]
-        ctx.work = work
+        ctx.work, ctx.weight = work, weight
         output = work.activations()
         _sleep_until(end)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:  # noqa: ANN401
-        """The weight's gradient is that of the first token of each sample, summed."""
+        """The weight's gradient is that of the first token of each sample, summed; of a large weight, made once a step."""
         end = time.perf_counter() + ctx.work.times()[1]
         hidden = ctx.work.gradients() if ctx.needs_input_grad[0] else None
-        weight = gradients[0][:, 0].sum(0) if ctx.needs_input_grad[1] else None
+        weight = _weight_gradient(ctx.weight, gradients[0]) if ctx.needs_input_grad[1] else None
         _sleep_until(end)
         if ctx.work.deferred_s:
             ctx.work.deferral.later(Half(lambda: time.sleep(ctx.work.deferred_s)))
         return hidden, weight, None
+
+
+def _weight_gradient(weight: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
+    """(B, T, H) -> the weight's shape: columns' sums, one after the other until it is full."""
+    columns = gradient[:, 0].sum(0)
+    if weight.numel() == columns.numel():
+        return columns
+    if weight.grad is not None:
+        return None
+    return columns.repeat(-(-weight.numel() // columns.numel()))[: weight.numel()]
 
 
 class _Head(torch.autograd.Function):
@@ -266,16 +279,19 @@ def _make_plan(values: SyntheticConfig, freeze: Sequence[str]) -> ModelPlan:
     names = ["wte.weight", *(f"h.{i}.weight" for i in range(values.n_layer)), "head.weight"]
     kinds = ["embedding", *["block"] * values.n_layer, "head"]
     frozen = frozen_names(names, freeze, ())
+    sizes = [values.n_embd, *[values.block_parameters or values.n_embd] * values.n_layer, values.n_embd]
     return ModelPlan(
         family="synthetic",
         hidden_size=values.n_embd,
         vocab_size=values.vocab_size,
         max_positions=values.n_positions,
         layers=tuple(
-            LayerSpec(index=i, kind=kind, num_parameters=values.n_embd, cost=float(kind == "block"))
-            for i, kind in enumerate(kinds)
+            LayerSpec(index=i, kind=kind, num_parameters=size, cost=float(kind == "block"))
+            for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
         ),
-        parameters=tuple(ParameterSpec(name, (values.n_embd,), i, name not in frozen) for i, name in enumerate(names)),
+        parameters=tuple(
+            ParameterSpec(name, (size,), i, name not in frozen) for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+        ),
         tied=None,
     )
 

@@ -65,7 +65,7 @@ class ShardOptimizer:
         """xxh3-64 of all parameters' bytes, in order, hexadecimal."""
         digest = xxhash.xxh3_64()
         for owned in self.owned:
-            digest.update(owned.parameter.detach().contiguous().numpy().reshape(-1).view("u1"))
+            digest.update(owned.parameter.detach().contiguous().numpy().reshape(-1).data)
         return digest.hexdigest()
 
     def layer_norms(self) -> tuple[LayerNorms, ...]:
