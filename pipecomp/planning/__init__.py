@@ -14,12 +14,14 @@
 - `simulate_step(actions, setting)`: one order of actions, as a `Step`: its duration, timeline (`schedules.format_grid` draws
   it), transfers, loads, and the bound that rules it. `step.py` says what rules a step, `_play.py` how links are shared.
 - `compare`, `ideal`: the same for all shipped schedules, the fastest first.
+- `with_exchange_s`: a step with an exchange of gradients between replicas at its end.
 
 `schedules.simulate`, with one cost for all, makes orders; this measures them.
 """
 
 from pipecomp.planning._play import Transfer
 from pipecomp.planning.choice import Candidate, compare, ideal, shipped_schedules
+from pipecomp.planning.replicas import with_exchange_s
 from pipecomp.planning.setting import Host, LinkCost, Path, Processor, Setting, StageCost, even_setting
 from pipecomp.planning.step import BoundKind, Load, Step, simulate_step
 
@@ -40,4 +42,5 @@ __all__ = [
     "ideal",
     "shipped_schedules",
     "simulate_step",
+    "with_exchange_s",
 ]
