@@ -25,11 +25,13 @@ from pipecomp.types import Kind
 
 MAX_PENDING_SPANS = 1 << 18
 _COMPUTING = (Doing.FORWARD, Doing.BACKWARD)
-_OF_STEPS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.TIED, Kind.CONTROL))
+_OF_STEPS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.TIED, Kind.GRADIENTS, Kind.CONTROL))
+_EXCHANGES = {Doing.TIED: Kind.TIED, Doing.REPLICAS: Kind.GRADIENTS}
+"""Waits in which both ends send and both wait, and what they send."""
 _TELLING = frozenset(
     {
         *(Doing.STEP, Doing.FORWARD, Doing.BACKWARD, Doing.WEIGHTS, Doing.NORMS),
-        *(Doing.WAIT, Doing.WAIT_ENCODED, Doing.TIED, Doing.VOTE),
+        *(Doing.WAIT, Doing.WAIT_ENCODED, Doing.TIED, Doing.REPLICAS, Doing.VOTE),
         *(Doing.ENCODE, Doing.RECEIVE, Doing.STORE),
     }
 )
@@ -86,11 +88,11 @@ class _Sent(NamedTuple):
     encoded_ns: int
 
 
-Message = tuple[str, Kind, int, int]
+Message = tuple[str, Kind, int, int, int]
 
 
 def _message(about: Subject) -> Message:
-    return about.link, about.kind, about.step, about.part
+    return about.link, about.kind, about.step, about.stage, about.part
 
 
 class _Step:
@@ -119,6 +121,9 @@ class _Step:
                     self._arrived.setdefault((worker, key), span.end_ns)  # the first counts: a second is dropped
                 elif span.doing is Doing.STORE:
                     self._stores[key].append(span)
+
+    def has_arrived(self, worker: str, key: Message) -> bool:
+        return (worker, key) in self._arrived
 
     def arrival_ns(self, worker: str, key: Message, default: int) -> int:
         return self._arrived.get((worker, key), default)
@@ -172,7 +177,7 @@ def _add(sums: _Sums, step: _Step, worker: str, span: Span, spans: Sequence[Span
             waited = _covered((s for s in spans if s.doing is Doing.STORE), span)
             sums.store += waited
             sums.coding += span.end_ns - span.start_ns - waited
-        case Doing.TIED:
+        case Doing.TIED | Doing.REPLICAS:
             _add_exchange(sums, step, worker, span)
         case Doing.VOTE:
             sums.bubble += _within(step.prepared_ns, span.start_ns, span.end_ns) - span.start_ns
@@ -195,19 +200,25 @@ def _add_wait(sums: _Sums, step: _Step, worker: str, span: Span) -> None:
 
 
 def _add_exchange(sums: _Sums, step: _Step, worker: str, span: Span) -> None:
-    """Both send and both wait: until the other one begins it is bubble, while a piece is on its way here the link."""
-    pieces = {key: sent for key, sent in step.sent.items() if key[1] is Kind.TIED and sent.worker != worker}
+    """All send and all wait: until the last of the others begins it is bubble, while a piece is on its way here the link."""
+    kind = _EXCHANGES[span.doing]
+    pieces = {key: sent for key, sent in step.sent.items() if key[1] is kind and step.has_arrived(worker, key)}
     if not pieces:
         return
-    begun = _within(min(sent.encode_ns for sent in pieces.values()), span.start_ns, span.end_ns)
+    first: dict[str, int] = {}
+    for sent in pieces.values():
+        first[sent.worker] = min(first.get(sent.worker, sent.encode_ns), sent.encode_ns)
+    begun = _within(max(first.values()), span.start_ns, span.end_ns)
     on_the_way = [
-        Span(Doing.SEND, "", Subject(), sent.encoded_ns, max(sent.encoded_ns, step.arrival_ns(worker, key, span.end_ns)))
+        Span(Doing.SEND, key[0], Subject(), sent.encoded_ns, max(sent.encoded_ns, step.arrival_ns(worker, key, span.end_ns)))
         for key, sent in pieces.items()
     ]
-    waited = _covered(on_the_way, span._replace(start_ns=begun))
-    (link, *_), sent = next(iter(pieces.items()))
+    senders = {key[0]: sent.worker for key, sent in pieces.items()}
+    waited = 0
+    for link, covered in _covered_by(on_the_way, span._replace(start_ns=begun)).items():
+        sums.links[LinkWait(link, kind, senders[link])] += covered
+        waited += covered
     sums.bubble += begun - span.start_ns
-    sums.links[LinkWait(link, Kind.TIED, sent.worker)] += waited
     sums.coding += span.end_ns - begun - waited
 
 
@@ -217,11 +228,17 @@ def _within(moment: int, start: int, end: int) -> int:
 
 def _covered(spans: Iterable[Span], frame: Span) -> int:
     """How much of `frame` lies in any of `spans`."""
-    covered, until = 0, frame.start_ns
+    return sum(_covered_by(spans, frame).values())
+
+
+def _covered_by(spans: Iterable[Span], frame: Span) -> dict[str, int]:
+    """The same by the spans' lanes; where several lie over each other, the one that began first counts."""
+    covered: dict[str, int] = defaultdict(int)
+    until = frame.start_ns
     for span in sorted(spans, key=lambda s: s.start_ns):
         start, end = max(span.start_ns, until), min(span.end_ns, frame.end_ns)
         if end > start:
-            covered += end - start
+            covered[span.lane] += end - start
             until = end
     return covered
 

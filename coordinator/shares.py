@@ -10,7 +10,12 @@ from pipecomp.types import Kind
 
 _LEAST_SHARE = 0.005
 _WIDTH = 100
-_VALUES = {Kind.FORWARD.value: "values", Kind.BACKWARD.value: "gradients", Kind.TIED.value: "the shared weight's gradient"}
+_VALUES = {
+    Kind.FORWARD.value: "values",
+    Kind.BACKWARD.value: "gradients",
+    Kind.TIED.value: "the shared weight's gradient",
+    Kind.GRADIENTS.value: "sums of gradients",
+}
 
 
 def time_of(times: Times) -> dict[str, Any]:

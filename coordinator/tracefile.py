@@ -26,6 +26,7 @@ Event = dict[str, Any]
 
 _ARROWS = {Doing.SEND: "s", Doing.RECEIVE: "t", Doing.DECODE: "f"}
 _ON_LINKS = frozenset({Doing.SEND, Doing.RECEIVE, Doing.SEND_REPAIR, Doing.RECEIVE_REPAIR, Doing.CREDIT})
+_IN_PIECES = (Kind.TIED, Kind.GRADIENTS, Kind.WEIGHTS)
 _OF_ACTIONS = frozenset({Doing.FORWARD, Doing.BACKWARD, Doing.EVALUATE})
 
 
@@ -157,7 +158,7 @@ def _args(span: Span) -> Event:
     about = span.about
     args: Event = {"evaluation" if about.kind is Kind.EVALUATION else "step": about.step}
     if span.doing in _OF_ACTIONS or about.link:
-        args |= {"stage": about.stage, "offset" if about.kind in (Kind.TIED, Kind.WEIGHTS) else "microbatch": about.part}
+        args |= {"stage": about.stage, "offset" if about.kind in _IN_PIECES else "microbatch": about.part}
     if about.link:
         args |= {"link": about.link, "kind": about.kind.value}
     if span.doing in _ON_LINKS:

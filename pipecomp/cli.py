@@ -300,6 +300,23 @@ def links(
 
 
 @bench.command()
+def gradients(
+    json: Annotated[
+        bool, typer.Option("--json", help="Keep every cell's figures as JSON, and measure only what is not there yet.")
+    ] = False,
+    parts: Annotated[
+        str | None, typer.Option(metavar="PART,...", help="Some of quality, replay, ddp; all of them when left out.")
+    ] = None,
+) -> None:
+    """What compressing the gradients of replicas costs in trained quality, and what it saves over slow links.
+
+    About two hours. The parts replay and ddp need root."""
+    from pipecomp.experiments import gradients as experiment
+
+    experiment.run(json=json, parts=parts)
+
+
+@bench.command()
 def errors(json: Annotated[bool, typer.Option("--json", help="Also write the result as JSON.")] = False) -> None:
     """Relative error of each quantizer at 1 to 8 bits, on made and on recorded data."""
     from pipecomp.codecs import bench_errors

@@ -98,10 +98,6 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     seed: Count = 0
     output_dir: str = "outputs"
     save_model: bool = True
-    optim: Literal["adamw", "quantized_adam"] = "adamw"
-    """`quantized_adam`: after a warm-up, replicas exchange momenta, and the second moment stays as it is."""
-    optim_warmup_steps: Positive | None = None
-    """Of `quantized_adam`; None: until the second moment has settled, which is told when it has."""
 
 
 class CompressionConfig(_Section, frozen=True, kw_only=True):

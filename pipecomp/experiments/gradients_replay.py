@@ -21,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import msgspec
 import torch
 import xxhash
 
@@ -42,7 +41,7 @@ from pipecomp.testing.hosts import HostsFailed, NamespaceHosts, why_not
 from pipecomp.testing.shaping import JUMBO_MTU, KernelRefused, LinkShape
 from pipecomp.types import Kind, TensorSpec
 
-PART = "replay"
+KEY = "replay"
 RATES = ("1gbit", "100mbit", "30mbit")
 METHODS: Mapping[str, tuple[int, int, int] | None] = {"fp32": None, "fw3bw6 g4": (3, 6, 4), "fw2bw4 g2": (2, 4, 2)}
 """Bits of changes of activations, of their gradients, and of model gradients."""
@@ -104,11 +103,11 @@ class Order(NamedTuple):
 def part(setting: Setting = SETTING) -> Part:
     """What `pipecomp bench gradients` runs."""
     return Part(
-        PART,
+        KEY,
         [f"{method}, {rate}" for rate in RATES for method in METHODS],
         settings=lambda: {name: order.settings for name, order in _orders(setting).items()},
         measure=lambda wanted, keep: _measure(setting, wanted, keep),
-        tables=lambda rows: {PART: _table(setting, rows)},
+        tables=lambda rows: {KEY: _table(setting, rows)},
         bars=bars,
     )
 
@@ -235,8 +234,7 @@ def _make_order(setting: Setting, method: str, rate: str) -> Order:
     num_warm_up = _FP32_WARM_UPS if METHODS[method] is None else _WARM_UPS
     num_measured = min(_MOST, max(_FEWEST, math.ceil(_MEASURED_S / nominal_s)))
     config = _config(setting, method, num_warm_up + num_measured, {"num_deferred": num_deferred})
-    described: list[Any] = [_VERSION, setting, nbits, num_warm_up, msgspec.to_builtins(config)]
-    described[-1]["data"] |= {"train": TEXT.name, "tokenizer": TOKENIZER.name}  # wherever they are
+    described: list[Any] = [_VERSION, setting, nbits, num_warm_up, num_measured, METHODS[method], num_deferred]
     settings = xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
     return Order(method, rate, num_warm_up, num_measured, config, best, settings)
 

@@ -26,6 +26,7 @@ COMMANDS = [
     "bench peer",
     "bench plan",
     "bench links",
+    "bench gradients",
     "bench memory",
 ]
 NO_DEFAULT = "–"

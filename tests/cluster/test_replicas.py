@@ -190,9 +190,9 @@ async def test_an_aborted_step_leaves_no_error_behind() -> None:
             await pipeline.step_of_replicas(shares_of_step(1, 2), learning_rate=1e-3)
             if aborted:
                 await pipeline.step_of_replicas(shares_of_step(2, 2), learning_rate=1e-3, abort=True)
-                pipeline._step -= 1  # noqa: SLF001 - the same step again, for the same seeds
-                for exchange in (e for rank in pipeline.ranks for e in rank._sums._inboxes):  # noqa: SLF001
-                    exchange._finished.clear()  # noqa: SLF001
+                pipeline._step -= 1  # the same step again, for the same seeds
+                for exchange in (e for rank in pipeline.ranks for e in rank._sums._inboxes):
+                    exchange._finished.clear()
             await pipeline.step_of_replicas(shares_of_step(3, 2), learning_rate=1e-3)
             parameters.append(pipeline.parameters())
     assert all(torch.equal(parameters[0][name], value) for name, value in parameters[1].items())
@@ -205,7 +205,8 @@ async def test_one_replica_s_bad_gradient_refuses_the_step_and_the_run_goes_on()
         kept = weight.detach().clone()
         with torch.no_grad():
             weight.view(-1)[0] = float("nan")
-        with pytest.raises(StepRefused, match="(gradients of replica 1|sums of gradients), from value [0-9]+ of the row on: value"):
+        text = r"(gradients of replica 1|sums of gradients), from value [0-9]+ of the row on: value"
+        with pytest.raises(StepRefused, match=text):
             await pipeline.step_of_replicas(shares_of_step(1, 2), learning_rate=1e-3)
         for rank in pipeline.ranks:
             await rank.abort(1)
@@ -227,9 +228,9 @@ async def test_bytes_of_the_exchange_are_those_of_the_codec_over_all_pieces(
         for step in (1, 2, 3):
             await pipeline.step_of_replicas(shares_of_step(step, replicas), learning_rate=1e-3)
         planned = sum(
-            planned_nbytes(exchange._buckets, exchange._coding.codec, exchange._peers.replica, replicas)  # noqa: SLF001
+            planned_nbytes(exchange._buckets, exchange._coding.codec, exchange._peers.replica, replicas)
             for rank in pipeline.ranks
-            for exchange in rank._sums._replicas  # noqa: SLF001
+            for exchange in rank._sums._replicas
         )
         sent = [t for t in pipeline.link_traffic() if t.kind is Kind.GRADIENTS]
         values = sum(p.numel() for p in pipeline.parameters().values())
@@ -252,7 +253,7 @@ async def test_feedback_is_what_makes_two_bits_add_up() -> None:
                 found = pipeline.gradients()
                 total = {name: total.get(name, torch.zeros_like(g)) + g / 30 for name, g in found.items()}
                 for rank in pipeline.ranks:
-                    await rank.commit(pipeline._step, learning_rate=0.0, clip_coefficient=1.0)  # noqa: SLF001
+                    await rank.commit(pipeline._step, learning_rate=0.0, clip_coefficient=1.0)
         async with LocalPipeline(config(2, 1), model(), num_ranks=1) as exact:
             await exact.prepare(exact.plans(shares_of_step(1, 2), learning_rate=0.0))
             true = exact.gradients()
@@ -263,9 +264,9 @@ async def test_feedback_is_what_makes_two_bits_add_up() -> None:
 async def test_a_piece_of_another_codec_is_refused_by_name() -> None:
     run = config(2, 1, gradients={"codec": "uniform", "bits": 4})
     async with LocalPipeline(run, model(), num_ranks=1) as pipeline:
-        exchange = pipeline.ranks[1]._sums._replicas[0]  # noqa: SLF001
+        exchange = pipeline.ranks[1]._sums._replicas[0]
         from pipecomp.codecs.cast import Cast
 
-        exchange._coding = exchange._coding._replace(codec=Cast.from_options({"dtype": "bf16"}))  # noqa: SLF001
-        with pytest.raises(RemoteProtocolError, match="has codec '(uniform|cast)', expected '(cast|uniform)'"):
+        exchange._coding = exchange._coding._replace(codec=Cast.from_options({"dtype": "bf16"}))
+        with pytest.raises(RemoteProtocolError, match=r"has codec '(uniform|cast)', expected '(cast|uniform)'"):
             await pipeline.step_of_replicas(shares_of_step(1, 2), learning_rate=1e-3)

@@ -30,7 +30,6 @@ def parse(**sections: dict[str, Any]) -> RunConfig:
         ("cluster", "num_replicas", 3, "train.num_microbatches = 4 in each of 3 replicas is more than train.batch_size = 8"),
         ("compression", "gradients", {"bits": 4}, "compression.gradients = {'bits': 4}: name a codec"),
         ("compression", "gradients", {"codec": "delta"}, "compression.gradients: the delta codec"),
-        ("train", "optim", "sgd", "train.optim = 'sgd': allowed: \"adamw\", \"quantized_adam\""),
         ("cluster", "tied_weights", 1, "cluster.tied_weights = 1: allowed: \"auto\", \"colocate\", \"exchange\""),
         ("cluster", "layers", [1], "cluster.layers has 1 numbers for cluster.num_stages = 2 workers"),
         ("cluster", "heartbeat_timeout_s", 0.6, "heartbeat_timeout_s must be at least twice"),

@@ -222,7 +222,7 @@ def test_what_cannot_be_used_is_named(tmp_path, sections, complaint):
     [
         ({"cluster": {"schedule": "zigzag"}}, "cluster.schedule = 'zigzag': .*there are: 1f1b, gpipe"),
         ({"cluster": {"schedule": "gpipe", "num_in_flight": 2}}, "cluster.schedule = 'gpipe': .*num_in_flight"),
-        ({"compression": {"forward": {"codec": "zip"}}}, "compression.forward: .*there are: cast, delta, identity, uniform"),
+        ({"compression": {"forward": {"codec": "zip"}}}, "forward: .*there are: cast, delta, identity, sparse, uniform"),
         ({"compression": {"tied": {"codec": "uniform", "bits": 9}}}, "compression.tied: .*bits = 9"),
         ({"model": {"freeze": ["*"]}}, r"model.freeze = \['\*'\] leaves no parameter to train"),
         ({"model": {"config": {**GPT2, "n_embd": 7}}}, "transformers cannot build this gpt2 model: ValueError: .*divisible"),
