@@ -232,6 +232,17 @@ def config_hash(config: RunConfig) -> str:
     return xxhash.xxh3_64_hexdigest(resolved_toml(config).encode())
 
 
+def messages_hash(config: RunConfig) -> str:
+    """Runs with equal hashes can use each other's messages of samples: the same model, cut alike, the same text and seed. How
+    long, in how many bits and by how many replicas is no matter, for both ends of a link compare the messages themselves."""
+    cluster = ClusterConfig(
+        num_stages=config.cluster.num_stages, layers=config.cluster.layers, tied_weights=config.cluster.tied_weights
+    )
+    data = msgspec.structs.replace(config.data, max_train_samples=None, max_eval_samples=None)
+    same = RunConfig(model=config.model, data=data, train=TrainConfig(seed=config.train.seed), cluster=cluster)
+    return config_hash(same)
+
+
 def toml_value(value: object) -> str:
     """A plain value as a run file has it."""
     if isinstance(value, bool):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipecomp.buffers.base import MessageBuffer
 from pipecomp.buffers.opening import StoreSettings, open_buffer
 from pipecomp.buffers.retention import Retention
-from pipecomp.config import MessagesConfig, RunConfig, config_hash
+from pipecomp.config import MessagesConfig, RunConfig, messages_hash
 from pipecomp.protocol.messages import Assignment
 from pipecomp.units import parse_size
 
@@ -73,7 +73,7 @@ def open_store(
     """
     num_ends = count_ends([s.rank for s in assignment.stages])[assignment.rank]
     identity = {
-        "configuration": config_hash(config),
+        "configuration": messages_hash(config),
         "model": assignment.model_hash,
         "link": f"{assignment.replica}/{stage}-{stage + 1}",
         "end": end,

@@ -31,6 +31,7 @@ from pipecomp.errors import StoreError
 from pipecomp.runtime import assembly, rehearsal
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.stage import StageRuntime
+from pipecomp.runtime.stores import StoreHome
 from pipecomp.transport.base import Address
 from pipecomp.transport.memory import MemoryNetwork, MemoryTransport
 from workers.job import AssignedWork
@@ -68,8 +69,9 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
 class Cluster:
     """One run in this loop."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, home: StoreHome = StoreHome()) -> None:  # noqa: B008 - a frozen value
         self.config = config
+        self.home = home
         self.network = MemoryNetwork()
         self.output = io.StringIO()
         self.compute = ComputeThread(num_threads=1)
@@ -96,11 +98,15 @@ class Cluster:
         ready = asyncio.Event()
         leading = asyncio.create_task(self.service.run(lambda _: ready.set()))
         await ready.wait()
-        for rank in range(self.config.cluster.num_stages):
+        for rank in range(self.config.cluster.num_stages * self.config.cluster.num_replicas):
             transport = MemoryTransport(self.network)
             name = f"worker-{rank}"
             work = AssignedWork(
-                name=name, data_address=Address(f"memory://{name}"), transport=transport, compute=self.compute
+                name=name,
+                data_address=Address(f"memory://{name}"),
+                transport=transport,
+                compute=self.compute,
+                home=self.home,
             )
             options = WorkerOptions(coordinator="memory://control", name=name)
             self.workers.append(
@@ -440,3 +446,30 @@ async def test_a_budget_that_is_too_small_is_told_before_training(tmp_path: Path
     cluster = Cluster(config)
     await cluster.run()
     assert "messages: link 0-1 has room for 47% of them (50.0 kB of 106.5 kB at each end)" in cluster.output.getvalue()
+
+
+async def test_where_the_number_of_replicas_changes_only_samples_that_must_move_are_sent_as_on_a_first_visit(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for num_replicas in (2, 3, 2):
+        config = make_config(
+            tmp_path,
+            data={"max_train_samples": 26, "max_eval_samples": 0},
+            train={"batch_size": 7, "num_microbatches": 2, "num_train_epochs": 2, "learning_rate": 1e-5, "save_model": False},
+            compression={"forward": {"codec": "delta", "bits": 4}},
+            cluster={"num_stages": 3, "num_replicas": num_replicas},
+            messages={"store": "disk"},
+        )
+        finish, summary = await Cluster(config, StoreHome(tmp_path)).run()
+        assert finish.exit_code == 0, finish.cause
+        links = {name: kinds["forward"] for name, kinds in summary["links"].items() if "forward" in kinds}
+        assert len(links) == 2 * num_replicas
+        assert sum(meter["samples"] for meter in links.values()) == 2 * 2 * 26
+        found.append({name: (meter["first_visits"], meter["fallbacks"]) for name, meter in sorted(links.items())})
+    assert found[0] == {"0/0-1": (13, 0), "0/1-2": (13, 0), "1/0-1": (13, 0), "1/1-2": (13, 0)}
+    assert found[1] == {  # a third of all samples are new to the third replica; the other two know theirs
+        **{f"{replica}/{link}": (0, 0) for replica in (0, 1) for link in ("0-1", "1-2")},
+        **{f"2/{link}": (26 // 3, 0) for link in ("0-1", "1-2")},
+    }
+    assert set(found[2].values()) == {(0, 0)}  # those that come back are known from before

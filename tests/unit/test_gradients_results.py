@@ -155,7 +155,7 @@ def test_a_part_that_does_not_exist_is_refused() -> None:
         gradients.run(parts="quality, speed")
 
 
-@pytest.mark.skipif(why_not() is not None, reason="hosts are network namespaces")
+@pytest.mark.skipif(bool(why_not()), reason="hosts are network namespaces")
 def test_settings_of_all_cells_are_known_before_any_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for part in gradients.PARTS[1:]:
