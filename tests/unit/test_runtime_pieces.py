@@ -95,8 +95,7 @@ def test_classes_are_one_label_a_sample() -> None:
 @pytest.mark.parametrize(
     ("microbatches", "reason"),
     [
-        ((), "at least one microbatch"),
-        (((m.SampleRef(1, 2),), ()), "each microbatch a sample"),
+        (((m.SampleRef(1, 2),), ()), "each microbatch of a plan needs a sample"),
         (((m.SampleRef(1, 0),),), "no tokens"),
         (((m.SampleRef(1, 2),), (m.SampleRef(1, 2),)), "twice"),
     ],
@@ -104,6 +103,10 @@ def test_classes_are_one_label_a_sample() -> None:
 def test_a_plan_that_makes_no_sense_is_refused(microbatches: Any, reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         check_refs(microbatches)
+
+
+def test_a_plan_without_microbatches_is_one_of_a_batch_in_which_the_replica_has_no_sample() -> None:
+    check_refs(())
 
 
 # ---------------------------------------------------------------- gradients

@@ -59,7 +59,7 @@ async def test_a_neighbour_that_cannot_be_dialled_is_named_with_what_to_change()
     async def refuse(*_: Any, **__: Any) -> None:
         raise PeerLost("connection refused")
 
-    assignment: Any = SimpleNamespace(replica=0, rank=0, tied="none", stages=(stage(0), stage(1)))
+    assignment: Any = SimpleNamespace(replica=0, rank=0, tied="none", stages=(stage(0), stage(1)), peers=())
     hub: Any = SimpleNamespace(dial=refuse)
     with pytest.raises(PeerLost, match=r"cannot dial w1 at 127.0.0.1:35859 \(connection refused\). Start w1 with --advertise"):
         await connect(hub, assignment, timeout_s=1.0)
