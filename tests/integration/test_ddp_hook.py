@@ -29,7 +29,7 @@ TEXT = Path(__file__).parents[2] / "examples" / "state-of-the-union.jsonl"
 FOUR_BITS = {"codec": "uniform", "bits": 4}
 BY_CHANCE = {"codec": "uniform", "bits": 3, "rounding": "stochastic"}
 BY_FEW = {"codec": "uniform", "bits": 2}
-GPT2_STEPS = 80
+GPT2_STEPS = 120
 LAUNCH_S = 100
 
 QUICK = ["exact", "ragged", "feedback", "resumable", "unused", "overlap", "bf16", "settings", "states", "refused", "nan"]
@@ -132,14 +132,17 @@ def gpt2(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     def run(state: CompressionState | None) -> float:
         torch.manual_seed(3)
         shape = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 256}
-        dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        model = DistributedDataParallel(GPT2LMHeadModel(GPT2Config(**shape, **dropped)), bucket_cap_mb=0.1)
+        others = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+        # With the usual 0.02 so narrow a model stays on a plateau that rounding alone decides when to leave.
+        config = GPT2Config(**shape, **others, initializer_range=0.1)
+        model = DistributedDataParallel(GPT2LMHeadModel(config), bucket_cap_mb=0.1)
         if state is not None:
             model.register_comm_hook(state, compressed_allreduce)
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         for step in range(GPT2_STEPS):
             at = (step * world_size + rank) * 8 % (len(tokens) - 8)
             rows = tokens[at : at + 8]
+            optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 10) * (1 - step / GPT2_STEPS)
             optimizer.zero_grad()
             model(input_ids=rows, labels=rows).loss.backward()
             optimizer.step()
@@ -528,7 +531,7 @@ def test_a_rank_that_is_gone_is_missed_by_the_others(ranks: list[dict[str, Any]]
 @pytest.mark.parametrize("run", [2], indirect=True, ids=["two ranks"])
 def test_a_small_gpt2_at_four_bits_learns_what_it_learns_uncompressed(run: Any) -> None:
     _, [first, _] = run
-    assert first["gpt2"]["plain"] < 3.0
+    assert first["gpt2"]["plain"] < 2.6
     assert first["gpt2"]["four_bits"] == pytest.approx(first["gpt2"]["plain"], rel=0.01)
 
 
