@@ -31,12 +31,15 @@ def format_plan(plan: Plan) -> str:
 
 
 def _describe(plan: Plan) -> str:
-    work, train = plan.work, plan.config.train
+    work, train, num_replicas = plan.work, plan.config.train, plan.work.num_replicas
+    num_workers = len(plan.cluster.machines)
     where = (
-        f"{len(plan.cluster.machines)} workers on this machine, as `pipecomp launch` starts them"
+        f"{num_workers} workers on this machine, as `pipecomp launch` starts them"
         if plan.cluster.is_one
-        else f"{len(plan.cluster.machines)} workers on machines of their own"
+        else f"{num_workers} workers on machines of their own"
     )
+    if num_replicas > 1:
+        where += f": {num_replicas} replicas of {num_workers // num_replicas}"
     links = [
         f"{machine.name}: {_rate(machine.up)} up, {_rate(machine.down)} down, {machine.latency_ms:g} ms"
         for machine in plan.cluster.machines
@@ -48,6 +51,8 @@ def _describe(plan: Plan) -> str:
     told = [f"links: {same.pop()}"] if len(same) == 1 else links
     model = f"{plan.run.model.plan.family}, {len(work.layers)} layers"
     steps = f"{work.total_steps} steps of {train.batch_size} samples in {work.num_microbatches} microbatches"
+    if num_replicas > 1:
+        steps += " of each replica"
     return "\n".join([f"{model}; {len(plan.run.train)} samples, {steps}", where, *told])
 
 
@@ -57,12 +62,15 @@ def _rate(text: str | None) -> str:
 
 def _settings_table(plan: Plan) -> str:
     uncompressed = next((each for each in plan.forecasts if each.width.label.startswith(UNCOMPRESSED)), plan.forecasts[0])
-    rows = [["setting", "bits forward", "backward", "step", "gain", "whole run", "sent"]]
+    has_replicas = plan.work.num_replicas > 1
+    gradients = ["gradients"] if has_replicas else []
+    rows = [["setting", "bits forward", "backward", *gradients, "step", "gain", "whole run", "sent"]]
     rows += [
         [
             each.width.label,
             f"{each.width.forward_bits:.2f}",
             f"{each.width.backward_bits:.2f}",
+            *([f"{each.width.gradient_bits:.2f}"] if has_replicas else []),
             _seconds(each.step_s),
             f"{uncompressed.step_s / each.step_s:.1f}x" if each.step_s else "-",
             format_duration(each.total_s),
@@ -74,16 +82,21 @@ def _settings_table(plan: Plan) -> str:
     notes = []
     if first.num_first_steps and abs(first.first_step_s - first.step_s) > 0.005 * first.step_s:
         notes.append(f"A step of the first epoch, as written, takes {_seconds(first.first_step_s)}: first visits are larger.")
-    return "\n".join([format_grid(rows, align="<>>>>>>"), *notes])
+    return "\n".join([format_grid(rows, align="<" + ">" * (len(rows[0]) - 1)), *notes])
 
 
 def _rules(plan: Plan) -> str:
-    names = [machine.name for machine in plan.cluster.machines]
     as_written, advised = plan.forecasts[0], plan.advice.forecast
     told = {as_written.width.label: as_written}
     if str(advised.step.bound) != str(as_written.step.bound):
         told["as recommended"] = advised
-    return "\n".join(f"{label}: {explain(each.step, names)}" for label, each in told.items())
+    return "\n".join(f"{label}: {explain(each.step, _names(plan, each))}" for label, each in told.items())
+
+
+def _names(plan: Plan, each: Forecast) -> list[str]:
+    """By rank, of the replica whose step is told."""
+    num_ranks = len(plan.cluster.machines) // plan.work.num_replicas
+    return [machine.name for machine in plan.cluster.machines[each.replica * num_ranks :][:num_ranks]]
 
 
 def explain(step: Step, names: Sequence[str]) -> str:
@@ -107,6 +120,11 @@ def explain(step: Step, names: Sequence[str]) -> str:
             return f"what {workers[0]} can receive rules: activations and gradients share it, {busy}. Fewer bits help."
         case BoundKind.PATH:
             return f"the way from {workers[0]} to {workers[1]} rules: {busy}. Fewer bits help."
+        case BoundKind.EXCHANGE:
+            return (
+                f"the exchange of gradients between replicas rules: it keeps what {workers[0]} sends and receives {busy}. "
+                "Fewer bits in compression.gradients, larger batches or fewer replicas help."
+            )
         case BoundKind.FILL_AND_DRAIN:
             return (
                 f"waiting rules: no machine or link is busy for half of {whole}, since microbatches have to come through all "
@@ -116,12 +134,16 @@ def explain(step: Step, names: Sequence[str]) -> str:
 
 def _workers_table(plan: Plan, each: Forecast) -> str:
     counts = layer_counts(plan.ways[0].split)
-    rows = [["worker", "layers", "computes", "memory", "of", "messages kept", "of"]]
-    for rank, (machine, share) in enumerate(zip(plan.cluster.machines, each.shares, strict=True)):
-        busy = next(load.busy_s for load in each.step.loads if load.kind is BoundKind.COMPUTE and load.ranks == (rank,))
+    has_replicas = len(each.steps) > 1
+    rows = [["worker", *(["replica"] if has_replicas else []), "layers", "computes", "memory", "of", "messages kept", "of"]]
+    for place, (machine, share) in enumerate(zip(plan.cluster.machines, each.shares, strict=True)):
+        replica, rank = divmod(place, len(counts))
+        loads = each.steps[replica].loads
+        busy = next(load.busy_s for load in loads if load.kind is BoundKind.COMPUTE and load.ranks == (rank,))
         rows.append(
             [
                 machine.name,
+                *([str(replica)] if has_replicas else []),
                 str(counts[rank]),
                 _seconds(busy),
                 format_nbytes(share.memory_nbytes),
@@ -130,13 +152,16 @@ def _workers_table(plan: Plan, each: Forecast) -> str:
                 format_nbytes(share.message_nbytes),
             ]
         )
-    lines = [format_grid(rows, align="<>>>>>>"), "memory: layers, optimizer, activations, messages; Python and torch come on top"]
+    on_top = "memory: layers, optimizer, activations, messages; Python and torch come on top"
+    if each.width.gradients is not None and each.width.gradients.keeps_errors:
+        on_top = on_top.replace("messages;", "messages, errors of gradients;")
+    lines = [format_grid(rows, align="<" + ">" * (len(rows[0]) - 1)), on_top]
     if any(share.kept_nbytes < share.message_nbytes for share in each.shares):
         lines.append(
             "Not all messages fit: the others travel as on a first visit, every time. Raise messages.memory_budget (or "
             'disk_budget), or keep them smaller with messages.dtype = "bf16", "int8" or "int4".'
         )
-    names = [plan.cluster.machines[rank].name for rank in too_large(each, plan.cluster)]
+    names = [plan.cluster.machines[place].name for place in too_large(each, plan.cluster)]
     lines += [f"{name} has too little memory for its layers." for name in names]
     if names and not plan.config.train.gradient_checkpointing:
         lines.append("train.gradient_checkpointing = true keeps far less of each microbatch, and computes a third more.")
@@ -164,15 +189,17 @@ def _recommended(plan: Plan) -> str:
     if layers is not None:
         cluster.append(f"layers = [{', '.join(map(str, layers))}]")
     compression = [f"forward = {_inline(width.forward)}", f"backward = {_inline(width.backward)}"]
+    if width.gradients is not None:
+        compression.append(f"gradients = {_inline(width.gradients.options)}")
     was = f"{_seconds(as_written.step_s)}, {format_duration(as_written.total_s)}"
     outcome = f"planned: {_seconds(advice.forecast.step_s)} a step, {format_duration(advice.forecast.total_s)} in all"
     lines = ["recommended:", "", "[compression]", *compression, "", "[cluster]", *cluster, "", f"{outcome} (as written: {was})"]
     if width.label.startswith(UNCOMPRESSED):
         lines.append("The links are no bottleneck here: compression gains less than a twentieth.")
     lines += [
-        f"No split was found that fits {plan.cluster.machines[rank].name}: make microbatches smaller, set "
+        f"No split was found that fits {plan.cluster.machines[place].name}: make microbatches smaller, set "
         "train.gradient_checkpointing = true, or add a worker."
-        for rank in advice.too_large
+        for place in advice.too_large
     ]
     return "\n".join(lines)
 

@@ -54,8 +54,14 @@ class Plan(NamedTuple):
             "first_epoch_step_time_s": as_written.first_step_s,
             "wall_time_s": as_written.total_s,
             "traffic": {kind.value: round(nbytes) for kind, nbytes in as_written.traffic.items()},
-            "bound": str(as_written.step.bound),
+            "bound": bound_of(as_written),
         }
+
+
+def bound_of(each: Forecast) -> str:
+    """What rules, and in which replica where one is slower than others by more than a hundredth."""
+    differ = any(1.01 * step.duration_s < each.step.duration_s for step in each.steps)
+    return str(each.step.bound) + (f" of replica {each.replica}" if differ else "")
 
 
 class Source(NamedTuple):
@@ -99,7 +105,10 @@ def _read_and_measure(config: RunConfig, source: Source, read: Callable[[], Read
         return survey_machines(config, read, source.bind)
     if source.figures is not None:
         tree = _read(source.figures)
-        machines = parse_figures(tree, config.cluster.num_stages, source.figures)
+        cluster_config = config.cluster
+        machines = parse_figures(
+            tree, cluster_config.num_stages, source.figures, num_replicas=cluster_config.num_replicas
+        )
         cluster = Cluster(machines, ways=parse_ways(tree, machines, source.figures))
         return read(), cluster
     run = read()
@@ -110,6 +119,7 @@ def as_tree(plan: Plan) -> dict[str, Any]:
     """For `--json`. `workers` and `links` are what `--figures` takes."""
     workers = [{k: v for k, v in msgspec.to_builtins(machine).items() if v is not None} for machine in plan.cluster.machines]
     advice = plan.advice
+    gradients = advice.forecast.width.gradients
     return {
         "config_hash": config_hash(plan.config),
         "workers": workers,
@@ -118,7 +128,11 @@ def as_tree(plan: Plan) -> dict[str, Any]:
         "prediction": plan.prediction,
         "settings": [_setting_tree(each, plan.cluster) for each in plan.forecasts],
         "advice": {
-            "compression": {"forward": advice.forecast.width.forward, "backward": advice.forecast.width.backward},
+            "compression": {
+                "forward": advice.forecast.width.forward,
+                "backward": advice.forecast.width.backward,
+                **({} if gradients is None else {"gradients": gradients.options}),
+            },
             "cluster": {
                 "schedule": advice.schedule,
                 "num_in_flight": advice.num_in_flight,
@@ -135,28 +149,30 @@ def _setting_tree(each: Forecast, cluster: Cluster) -> dict[str, Any]:
         "setting": each.width.label,
         "forward_bits": each.width.forward_bits,
         "backward_bits": each.width.backward_bits,
+        **({} if each.width.gradients is None else {"gradient_bits": each.width.gradient_bits}),
         "step_time_s": each.step_s,
         "first_epoch_step_time_s": each.first_step_s,
         "evaluation_time_s": each.evaluation_s,
         "wall_time_s": each.total_s,
-        "bound": str(each.step.bound),
+        "bound": bound_of(each),
         "traffic": {kind.value: round(nbytes) for kind, nbytes in each.traffic.items()},
         "workers": [
             {
                 "name": machine.name,
+                **({"replica": place // (len(each.shares) // len(each.steps))} if len(each.steps) > 1 else {}),
                 "num_layers": len(share.layers),
                 "memory_bytes": round(share.memory_nbytes),
                 "message_bytes": round(share.message_nbytes),
                 "kept_message_bytes": round(share.kept_nbytes),
             }
-            for machine, share in zip(cluster.machines, each.shares, strict=True)
+            for place, (machine, share) in enumerate(zip(cluster.machines, each.shares, strict=True))
         ],
-        "too_large_for": [cluster.machines[rank].name for rank in too_large(each, cluster)],
+        "too_large_for": [cluster.machines[place].name for place in too_large(each, cluster)],
     }
 
 
 def _probed_cluster(config: RunConfig, run: ReadRun, *, apart: bool) -> Cluster:
-    num_workers = config.cluster.num_stages
+    num_workers = config.cluster.num_stages * config.cluster.num_replicas
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = cores if apart else max(1, cores // num_workers)
     memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1 if apart else num_workers)
@@ -173,7 +189,7 @@ def _probed_cluster(config: RunConfig, run: ReadRun, *, apart: bool) -> Cluster:
         up=config.cluster.link_rate,
         latency_ms=config.cluster.link_latency_ms,
     )
-    machines = tuple(msgspec.structs.replace(machine, name=f"worker-{rank}") for rank in range(num_workers))
+    machines = tuple(msgspec.structs.replace(machine, name=f"worker-{place}") for place in range(num_workers))
     return Cluster(machines, None if apart else cores / threads)
 
 

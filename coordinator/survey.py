@@ -55,10 +55,10 @@ class Surveyed(NamedTuple):
     """What a survey has found."""
 
     joins: tuple[m.Join, ...]
-    """By rank."""
+    """By place."""
     machines: tuple[m.MachineSurveyed, ...]
     links: Mapping[tuple[int, int], m.LinkSurveyed]
-    """By ranks, the one that dialled first."""
+    """By places, the one that dialled first."""
 
 
 class SurveyState:
@@ -74,15 +74,16 @@ class SurveyState:
         order: Callable[[Sequence[m.Join], int], m.SurveyMachine],
         say: Callable[[str], None],
     ) -> None:
-        """`pairs`: ranks that exchange tensors, the one that dials first. `order`: what the worker of a rank is to measure, from
-        the joins of all by rank. `say` is told how far it is."""
+        """`pairs`: places whose workers exchange tensors, the one that dials first. `order`: what the worker at a place is to
+        measure, from the joins of all by place. `say` is told how far it is."""
         self._cluster = cluster
         self._terms = terms
         self._order = order
         self._say = say
-        self._roster = Roster(cluster.num_stages, version, is_on_disk=True)  # where messages are kept makes no difference here
+        num_workers = cluster.num_stages * cluster.num_replicas
+        self._roster = Roster(num_workers, version, is_on_disk=True)  # where messages are kept makes no difference here
         self._deadline: float | None = None  # of GATHERING and of STOPPING
-        self._found: dict[int, m.MachineSurveyed] = {}  # by rank, as below
+        self._found: dict[int, m.MachineSurveyed] = {}  # by place, as below
         self._links: dict[tuple[int, int], m.LinkSurveyed] = {}
         self._to_measure = list(pairs)
         self._effects: list[Effect] = []
@@ -110,7 +111,7 @@ class SurveyState:
         if self.phase is not Phase.DONE:
             raise LocalProtocolError(f"a survey that is {self.phase.value} has no results")
         joins = tuple(member.join for member in self._roster.members)
-        return Surveyed(joins, tuple(self._found[rank] for rank in range(len(joins))), dict(self._links))
+        return Surveyed(joins, tuple(self._found[place] for place in range(len(joins))), dict(self._links))
 
     # ------------------------------------------------------------ workers come, and measure
 
@@ -175,7 +176,7 @@ class SurveyState:
         if self.phase is not Phase.LINKS:
             self._enter(Phase.LINKS)
         members = self._roster.members
-        dialler, other = (members[rank] for rank in self._to_measure[0])
+        dialler, other = (members[place] for place in self._to_measure[0])
         self._say(f"measuring the link between {dialler.name} and {other.name}")
         order = m.SurveyLink(worker=other.name, data_address=other.join.data_address, duration_s=LINK_S)
         self._effects.append(Send(dialler.peer, order))

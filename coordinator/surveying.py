@@ -82,8 +82,9 @@ async def survey(
     events: asyncio.Queue[e.Event] = asyncio.Queue()
     listener = await transport.listen(bind)
     peers = Peers(listener, events.put_nowait)
+    num_workers = config.cluster.num_stages * config.cluster.num_replicas
     say(
-        f"listening at {listener.address.removeprefix('tcp://')}; start {config.cluster.num_stages} workers with: "
+        f"listening at {listener.address.removeprefix('tcp://')}; start {num_workers} workers with: "
         "pipecomp worker --coordinator HOST:PORT"
     )
     on_listening(listener.address)
@@ -105,29 +106,33 @@ async def survey(
 def _machine(config: RunConfig, run: ReadRun, say: Callable[[str], None]) -> SurveyState:
     lengths = run.batches.usual_lengths()
 
-    def order(joins: Sequence[m.Join], rank: int) -> m.SurveyMachine:
+    def order(joins: Sequence[m.Join], place: int) -> m.SurveyMachine:
         return m.SurveyMachine(
             config=msgspec.to_builtins(config),
             model_config=dict(run.model.config),
             model_hash=run.model.hash,
             lengths=tuple(lengths),
-            num_threads=threads_share(joins, rank),
+            num_threads=threads_share(joins, place),
         )
 
-    pairs = pairs_of(run.stage_plan)
+    pairs = pairs_of(run.stage_plan, config.cluster.num_replicas)
     return SurveyState(config.cluster, terms_of(config, run), __version__, pairs=pairs, order=order, say=say)
 
 
-def pairs_of(split: StagePlan) -> list[tuple[int, int]]:
-    """Ranks that exchange tensors in a run, the one that dials first; each pair once."""
+def pairs_of(split: StagePlan, num_replicas: int = 1) -> list[tuple[int, int]]:
+    """Places whose workers exchange tensors in a run, the one that dials first; each pair once. Those within each replica come
+    first, then those between replicas of one rank."""
     ways = [*itertools.pairwise(split.ranks)]
     if split.tied == "exchange":
         ways.append((split.ranks[0], split.ranks[-1]))
-    pairs: list[tuple[int, int]] = []
+    within: list[tuple[int, int]] = []
     for one, other in ways:
-        if one != other and (one, other) not in pairs and (other, one) not in pairs:
-            pairs.append((int(one), int(other)))
-    return pairs
+        if one != other and (one, other) not in within and (other, one) not in within:
+            within.append((int(one), int(other)))
+    num_ranks = max(split.ranks) + 1
+    firsts = range(0, num_ranks * num_replicas, num_ranks)
+    pairs = [(first + one, first + other) for first in firsts for one, other in within]
+    return pairs + [(a + rank, b + rank) for rank in range(num_ranks) for a, b in itertools.combinations(firsts, 2)]
 
 
 async def _read(
@@ -199,7 +204,7 @@ def cluster_of(found: Surveyed) -> Cluster:
     """
     ways = _directed(found)
     machines = tuple(
-        _machine_of(found, rank, *_best(ways, rank)) for rank in range(len(found.joins))
+        _machine_of(found, place, *_best(ways, place)) for place in range(len(found.joins))
     )
     names = [machine.name for machine in machines]
     return Cluster(
@@ -233,22 +238,22 @@ def _directed(found: Surveyed) -> _Ways:
     return ways
 
 
-def _best(ways: _Ways, rank: int) -> tuple[float | None, float | None, float]:
+def _best(ways: _Ways, place: int) -> tuple[float | None, float | None, float]:
     """Up, down and latency of one machine; None without a link."""
-    sent = [way for (sender, _), way in ways.items() if sender == rank]
+    sent = [way for (sender, _), way in ways.items() if sender == place]
     if not sent:
         return None, None, 0.0
-    down, best_sender = max((rate, sender) for (sender, receiver), (rate, _) in ways.items() if receiver == rank)
+    down, best_sender = max((rate, sender) for (sender, receiver), (rate, _) in ways.items() if receiver == place)
     is_limited = down < _LIMITED * _up(ways, best_sender)
-    return _up(ways, rank), down if is_limited else None, min(latency_s for _, latency_s in sent)
+    return _up(ways, place), down if is_limited else None, min(latency_s for _, latency_s in sent)
 
 
-def _up(ways: _Ways, rank: int) -> float:
-    return max(rate for (sender, _), (rate, _) in ways.items() if sender == rank)
+def _up(ways: _Ways, place: int) -> float:
+    return max(rate for (sender, _), (rate, _) in ways.items() if sender == place)
 
 
-def _machine_of(found: Surveyed, rank: int, up: float | None, down: float | None, latency_s: float) -> Machine:
-    join, figures = found.joins[rank], found.machines[rank]
+def _machine_of(found: Surveyed, place: int, up: float | None, down: float | None, latency_s: float) -> Machine:
+    join, figures = found.joins[place], found.machines[place]
     layers = {layer.kind: LayerSeconds(layer.forward_s, layer.backward_s, layer.weights_s) for layer in figures.layers}
     on_this_host = sum(other.host == join.host for other in found.joins)
     machine = Machine(

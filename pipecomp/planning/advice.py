@@ -26,12 +26,14 @@ from pipecomp.planning.forecast import (
     Forecast,
     Share,
     actions_in_flight,
+    error_nbytes,
     forecast,
     shares_of,
     stage_memory_nbytes,
     stage_seconds,
     step_s,
 )
+from pipecomp.planning.machines import Machine
 from pipecomp.planning.work import Width, Work
 from pipecomp.schedules import Schedule
 from pipecomp.schedules.one_f_one_b import OneFOneB
@@ -53,7 +55,7 @@ class Advice(NamedTuple):
     layers: tuple[int, ...] | None
     """For `cluster.layers`; None: as the run file has it."""
     too_large: tuple[int, ...]
-    """Ranks whose memory does not take their layers in any split that was found."""
+    """Places whose memory does not take their layers in any split that was found."""
 
 
 def layer_counts(split: StagePlan) -> tuple[int, ...]:
@@ -68,38 +70,59 @@ def choose_width(forecasts: Sequence[Forecast]) -> Forecast:
     """The widest that is not much slower than the fastest."""
     fastest = min(each.total_s for each in forecasts)
     fitting = [each for each in forecasts if each.total_s <= fastest * WIDTH_SLACK]
-    return max(fitting, key=lambda each: (each.width.forward_bits + each.width.backward_bits, -each.total_s))
+
+    def bits(width: Width) -> float:
+        return width.forward_bits + width.backward_bits + width.gradient_bits
+
+    return max(fitting, key=lambda each: (bits(each.width), -each.total_s))
 
 
-def best_split(work: Work, cluster: Cluster, split: StagePlan, schedule: Schedule, message_nbytes: Sequence[float]) -> StagePlan:
+def best_split(
+    work: Work,
+    cluster: Cluster,
+    split: StagePlan,
+    schedule: Schedule,
+    message_nbytes: Sequence[float],
+    *,
+    keeps_errors: bool = False,
+) -> StagePlan:
     """The same stages with their layers moved: busiest machine least busy, every machine's memory kept to.
 
     Args:
         work, cluster, schedule: what runs where, and how.
         split: who holds which stage, and where a tied weight lives.
         message_nbytes: of each rank, what its messages take of its memory.
+        keeps_errors: whether replicas keep what coding their gradients lost.
 
     Raises:
         ConfigError: no split fits.
     """
     in_flight = actions_in_flight(work, split, schedule)
-    colocated = len(split.shards) > len(cluster.machines)
+    replicas = cluster.replicas(work.num_replicas)
+    colocated = len(split.shards) > len(replicas[0].machines)
     num_layers = len(work.layers) - colocated
     head = split.shards[-1]
 
     def cost(stage: int, start: int, end: int) -> float:
-        machine, shards = cluster.machines[split.ranks[stage]], [(StageIndex(stage), Shard(start, end))]
+        machines = [each.machines[split.ranks[stage]] for each in replicas]
+        shards = [(StageIndex(stage), Shard(start, end))]
         if colocated and stage == 0:
             shards.append((StageIndex(len(split.shards) - 1), head))
         memory_nbytes = message_nbytes[split.ranks[stage]]
         memory_nbytes += sum(stage_memory_nbytes(work, shard, in_flight[s]) for s, shard in shards)
-        if memory_nbytes > machine.memory_nbytes:
+        if keeps_errors:
+            memory_nbytes += sum(error_nbytes(work, shard) for _, shard in shards)
+        if any(memory_nbytes > machine.memory_nbytes for machine in machines):
             return math.inf
-        seconds = [stage_seconds(work, machine, shard) for _, shard in shards]
-        return sum(each.forward_s + each.backward_s for each in seconds)
+        return max(_computing_s(work, machine, [shard for _, shard in shards]) for machine in machines)
 
     shards = partition_by(num_layers, len(split.shards) - colocated, cost)
     return msgspec.structs.replace(split, shards=(*shards, head) if colocated else tuple(shards))
+
+
+def _computing_s(work: Work, machine: Machine, shards: Sequence[Shard]) -> float:
+    seconds = [stage_seconds(work, machine, shard) for shard in shards]
+    return sum(each.forward_s + each.backward_s for each in seconds)
 
 
 def advise(work: Work, candidates: Sequence[Forecast], splits: Sequence[StagePlan], cluster: Cluster) -> Advice:
@@ -177,16 +200,17 @@ def _moved(work: Work, width: Width, cluster: Cluster, split: StagePlan, schedul
     shares = shares_of(work, width, split, schedule)
     messages = [share.kept_nbytes if work.store == "memory" else 0.0 for share in shares]
     try:
-        return best_split(work, cluster, split, schedule, messages)
+        keeps_errors = width.gradients is not None and width.gradients.keeps_errors
+        return best_split(work, cluster, split, schedule, messages, keeps_errors=keeps_errors)
     except ConfigError:
         return split
 
 
 def too_large(each: Forecast, cluster: Cluster) -> tuple[int, ...]:
-    """Ranks that are to hold more than their machine has."""
+    """Places that are to hold more than their machine has."""
     return _too_large(each.shares, cluster)
 
 
 def _too_large(shares: Sequence[Share], cluster: Cluster) -> tuple[int, ...]:
     pairs = zip(shares, cluster.machines, strict=True)
-    return tuple(rank for rank, (share, machine) in enumerate(pairs) if share.memory_nbytes > machine.memory_nbytes)
+    return tuple(place for place, (share, machine) in enumerate(pairs) if share.memory_nbytes > machine.memory_nbytes)

@@ -1,6 +1,7 @@
 """What a run will take on given machines: time, bytes, memory. Pure; knows work, machines and splits.
 
-    step        the pipeline on paper (`step.py`) with this width's messages
+    step        the pipeline on paper (`step.py`) with this width's messages; of several replicas the slowest
+              + their exchange of gradients (`replicas.py`)
               + the exchange of a tied weight's gradients, where there is one
               + the optimizer, on the worker that has most to update
               + three messages between coordinator and workers: plan, prepared, commit
@@ -9,15 +10,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from pipecomp.partition import StagePlan
 from pipecomp.planning.machines import LayerSeconds, Machine, Ways
+from pipecomp.planning.replicas import Exchanging, with_exchanges
 from pipecomp.planning.setting import Host, LinkCost, Path, Processor, Setting, StageCost
 from pipecomp.planning.step import Step, simulate_step
-from pipecomp.planning.work import Width, Work
+from pipecomp.planning.work import Exchange, Width, Work
 from pipecomp.schedules import Schedule, peak_in_flight, without_backward
 from pipecomp.types import Kind, Rank, Shard, StageIndex
 
@@ -28,7 +32,7 @@ _CONTROL_MESSAGES = 3
 
 
 class Cluster(NamedTuple):
-    """Machines by rank, and whether they are one."""
+    """Machines by place (those of replica 0 by rank, then those of replica 1, ...), and whether they are one."""
 
     machines: tuple[Machine, ...]
     num_at_once: float | None = None
@@ -43,6 +47,23 @@ class Cluster(NamedTuple):
         """Whether all workers are on one machine."""
         return self.num_at_once is not None
 
+    def replicas(self, num_replicas: int) -> tuple[Cluster, ...]:
+        """Each replica's machines by rank, with its part of what all of them share."""
+        if num_replicas == 1:
+            return (self,)
+        num_ranks = len(self.machines) // num_replicas
+        at_once = None if self.num_at_once is None else self.num_at_once / num_replicas
+        found = []
+        for first in range(0, len(self.machines), num_ranks):
+            within = range(first, first + num_ranks)
+            ways = {
+                (Rank(sender - first), Rank(receiver - first)): way
+                for (sender, receiver), way in self.ways.items()
+                if sender in within and receiver in within
+            }
+            found.append(Cluster(self.machines[first : first + num_ranks], at_once, ways))
+        return tuple(found)
+
 
 class Share(NamedTuple):
     """What one worker has to hold."""
@@ -50,9 +71,10 @@ class Share(NamedTuple):
     layers: tuple[int, ...]
     """Positions in the model's list."""
     memory_nbytes: float
-    """Parameters, optimizer, activations in flight, messages kept in memory; not Python and torch themselves."""
+    """Parameters, optimizer, activations in flight, messages kept in memory, errors of gradients that are fed back; not Python
+    and torch themselves."""
     message_nbytes: float
-    """Messages of all samples, at all its ends of links."""
+    """Messages of all samples of its replica, at all its ends of links."""
     kept_nbytes: float
     """As much of them as its budget takes."""
 
@@ -61,8 +83,8 @@ class Forecast(NamedTuple):
     """One way to run, on paper."""
 
     width: Width
-    step: Step
-    """The pipeline's part of a step in later epochs."""
+    steps: tuple[Step, ...]
+    """The part of a step in later epochs that is a pipeline's and the exchange's: of each replica."""
     first_step_s: float
     """Whole, in the first epoch."""
     step_s: float
@@ -76,7 +98,17 @@ class Forecast(NamedTuple):
     traffic: dict[Kind, float]
     """Bytes of the whole run."""
     shares: tuple[Share, ...]
-    """By rank."""
+    """By place."""
+
+    @property
+    def replica(self) -> int:
+        """The one that takes longest; of equal ones the first."""
+        return max(range(len(self.steps)), key=lambda replica: self.steps[replica].duration_s)
+
+    @property
+    def step(self) -> Step:
+        """Of this replica."""
+        return self.steps[self.replica]
 
     @property
     def training_s(self) -> float:
@@ -98,21 +130,21 @@ def forecast(work: Work, width: Width, cluster: Cluster, split: StagePlan, sched
     Args:
         work: what is trained.
         width: what travels.
-        cluster: a machine for each rank of `split`.
+        cluster: a machine for each rank of `split` in each replica.
         split: who holds what.
         schedule: the order of a step.
     """
     later_nbytes = _later_nbytes(work, width, split)
-    first = _step(work, width, cluster, split, schedule, width.first_forward_nbytes)
-    later = _step(work, width, cluster, split, schedule, later_nbytes)
+    first = _steps(work, width, cluster, split, schedule, width.first_forward_nbytes)
+    later = _steps(work, width, cluster, split, schedule, later_nbytes)
     around_s = _around_s(work, width, cluster, split)
     num_first = min(work.total_steps, work.steps_per_epoch) if width.message_nbytes else 0
     num_later = work.total_steps - num_first
     return Forecast(
         width=width,
-        step=later,
-        first_step_s=first.duration_s + around_s,
-        step_s=later.duration_s + around_s,
+        steps=later,
+        first_step_s=_longest_s(first) + around_s,
+        step_s=_longest_s(later) + around_s,
         evaluation_s=_evaluation_s(work, cluster, split, schedule) if work.evaluations.num_passes else 0.0,
         weights_s=_weights_s(work, cluster, split),
         num_first_steps=num_first,
@@ -125,17 +157,67 @@ def forecast(work: Work, width: Width, cluster: Cluster, split: StagePlan, sched
 
 def step_s(work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule) -> float:
     """Only the length of a step in later epochs, as `forecast` has it."""
-    step = _step(work, width, cluster, split, schedule, _later_nbytes(work, width, split))
-    return step.duration_s + _around_s(work, width, cluster, split)
+    steps = _steps(work, width, cluster, split, schedule, _later_nbytes(work, width, split))
+    return _longest_s(steps) + _around_s(work, width, cluster, split)
 
 
-def _step(
+def _longest_s(steps: Sequence[Step]) -> float:
+    return max(step.duration_s for step in steps)
+
+
+def _steps(
     work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule, forward_nbytes: float
-) -> Step:
+) -> tuple[Step, ...]:
+    """Of each replica."""
     no_backward = [StageIndex(s) for s, shard in enumerate(split.shards) if shard.end_layer <= work.first_trainable]
     actions = without_backward(schedule.actions(split.ranks, work.num_microbatches), no_backward)
-    setting = _setting(work, width, cluster, split, forward_nbytes)
-    return simulate_step(actions, setting, num_deferred=work.num_deferred)
+    settings = [_setting(work, width, each, split, forward_nbytes) for each in cluster.replicas(work.num_replicas)]
+    steps: list[Step] = []
+    for replica, setting in enumerate(settings):
+        same = settings.index(setting)  # machines are often alike
+        steps.append(simulate_step(actions, setting, num_deferred=work.num_deferred) if same == replica else steps[same])
+    exchanges = exchanges_of(work, width, split)
+    if not exchanges:
+        return tuple(steps)
+    exchanging = [_exchanging(each, rank, cluster) for rank, each in enumerate(exchanges)]
+    return with_exchanges(steps, settings, exchanging)
+
+
+def rows_of(work: Work, split: StagePlan, rank: int) -> tuple[int, ...]:
+    """Values of each row of gradients that a rank's workers in all replicas add up: what it trains; apart from that, a weight of
+    which another rank has a copy."""
+    trained = sum(work.layers[layer].num_trainable for layer in _layers_of(split, rank))
+    if split.tied != "exchange" or rank not in (split.ranks[0], split.ranks[-1]):
+        return (trained,)
+    return trained - (work.tied_values if rank == split.ranks[0] else 0), work.tied_values  # it counts with the embedding
+
+
+def exchanges_of(work: Work, width: Width, split: StagePlan) -> list[Exchange]:
+    """Of each rank; none with one replica."""
+    if width.gradients is None:
+        return []
+    exchange = width.gradients.exchange
+    rows = [rows_of(work, split, rank) for rank in range(max(split.ranks) + 1)]
+    return [functools.reduce(Exchange.plus, map(exchange, of_rank)) for of_rank in rows]
+
+
+def _exchanging(exchange: Exchange, rank: int, cluster: Cluster) -> Exchanging:
+    """On the machines of one rank."""
+    num_replicas = len(exchange.nbytes)
+    num_ranks = len(cluster.machines) // num_replicas
+    places = range(rank, len(cluster.machines), num_ranks)
+    # A worker encodes its part of what others own and its own sums; it decodes others' parts, and all sums.
+    num_coded = exchange.num_values * (1 + (2 * num_replicas - 1) / num_replicas)
+    rates = [cluster.machines[place].coded_values_per_s for place in places]
+    return Exchanging(
+        exchange,
+        tuple(0.0 if rate is None else _slower(cluster) * num_coded / (2 * rate) for rate in rates),
+        {
+            (sender // num_ranks, receiver // num_ranks): way.path
+            for (sender, receiver), way in cluster.ways.items()
+            if sender in places and receiver in places
+        },
+    )
 
 
 def _later_nbytes(work: Work, width: Width, split: StagePlan) -> float:
@@ -171,6 +253,11 @@ def stage_memory_nbytes(work: Work, shard: Shard, num_in_flight: int) -> float:
     return _FP32_NBYTES * (_TRAINED_COPIES * trained + frozen) + held
 
 
+def error_nbytes(work: Work, shard: Shard) -> float:
+    """What coding a shard's gradients loses, and replicas keep to send it at the next step."""
+    return _FP32_NBYTES * sum(layer.num_trainable for layer in work.layers[shard.first_layer : shard.end_layer])
+
+
 def _setting(work: Work, width: Width, cluster: Cluster, split: StagePlan, forward_nbytes: float) -> Setting:
     stages = [stage_seconds(work, cluster.machines[rank], shard) for shard, rank in zip(split.shards, split.ranks, strict=True)]
     links = []
@@ -190,7 +277,7 @@ def _setting(work: Work, width: Width, cluster: Cluster, split: StagePlan, forwa
 
 
 def _processors(cluster: Cluster) -> tuple[Processor, ...]:
-    num_workers = len(cluster.machines)
+    num_workers = len(cluster.machines)  # of one replica
     if cluster.num_at_once is None or cluster.num_at_once >= num_workers:
         return ()
     return (Processor(tuple(map(Rank, range(num_workers))), cluster.num_at_once),)
@@ -224,15 +311,23 @@ def _crossings(split: StagePlan) -> list[tuple[Rank, Rank]]:
 
 
 def _around_s(work: Work, width: Width, cluster: Cluster, split: StagePlan) -> float:
-    """What a step takes besides its pipeline."""
+    """What a step takes besides its pipeline and the exchange of gradients."""
+    replicas = cluster.replicas(work.num_replicas)
     update_s = 0.0
-    for rank, machine in enumerate(cluster.machines):
+    for rank in range(len(replicas[0].machines)):
         layers = _layers_of(split, rank)
         trained = sum(work.layers[layer].num_trainable for layer in layers)
-        if machine.updates_per_s is not None:
-            update_s = max(update_s, trained / machine.updates_per_s)
-    slower = 1.0 if cluster.num_at_once is None else max(1.0, len(cluster.machines) / cluster.num_at_once)
-    return slower * update_s + _tied_s(width, cluster, split) + _CONTROL_MESSAGES * _control_latency_s(cluster)
+        for each in replicas:
+            rate = each.machines[rank].updates_per_s
+            if rate is not None:
+                update_s = max(update_s, trained / rate)
+    tied_s = max(_tied_s(width, each, split) for each in replicas)
+    return _slower(cluster) * update_s + tied_s + _CONTROL_MESSAGES * _control_latency_s(cluster)
+
+
+def _slower(cluster: Cluster) -> float:
+    """By how much all workers at once are slower on the cores that they share."""
+    return 1.0 if cluster.num_at_once is None else max(1.0, len(cluster.machines) / cluster.num_at_once)
 
 
 def _control_latency_s(cluster: Cluster) -> float:
@@ -264,27 +359,31 @@ def _layers_of(split: StagePlan, rank: int) -> list[int]:
 def _evaluation_s(work: Work, cluster: Cluster, split: StagePlan, schedule: Schedule) -> float:
     evaluations = work.evaluations
     nothing_kept = Width("", {}, {}, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-    setting = _setting(work, nothing_kept, cluster, split, evaluations.message_nbytes)
-    actions = schedule.actions(split.ranks, evaluations.num_microbatches)
+    actions = schedule.actions(split.ranks, -(-evaluations.num_microbatches // work.num_replicas))
     forwards = without_backward(actions, range(len(split.ranks)))
-    return evaluations.num_plans * (simulate_step(forwards, setting).duration_s + 2 * _control_latency_s(cluster))
+    settings = [
+        _setting(work, nothing_kept, each, split, evaluations.message_nbytes) for each in cluster.replicas(work.num_replicas)
+    ]
+    longest_s = max(simulate_step(forwards, setting).duration_s for setting in settings)
+    return evaluations.num_plans * (longest_s + 2 * _control_latency_s(cluster))
 
 
 def _weights_s(work: Work, cluster: Cluster, split: StagePlan) -> float:
-    """Workers get and return their layers side by side."""
+    """Workers get and return their layers side by side; the first replica's return them."""
     if cluster.is_one:
         return 0.0
     times = []
-    for rank, machine in enumerate(cluster.machines):
-        layers = _layers_of(split, rank)
-        out = sum(work.weight_nbytes[layer] for layer in layers) / machine.down_nbytes_per_s
-        back = sum(work.returned_nbytes[layer] for layer in layers) / machine.up_nbytes_per_s
-        times.append(out + back)
+    for replica, each in enumerate(cluster.replicas(work.num_replicas)):
+        for rank, machine in enumerate(each.machines):
+            layers = _layers_of(split, rank)
+            out = sum(work.weight_nbytes[layer] for layer in layers) / machine.down_nbytes_per_s
+            back = sum(work.returned_nbytes[layer] for layer in layers) / machine.up_nbytes_per_s
+            times.append(out + (back if replica == 0 else 0.0))
     return max(times)
 
 
 def shares_of(work: Work, width: Width, split: StagePlan, schedule: Schedule) -> tuple[Share, ...]:
-    """What each rank has to hold."""
+    """What each place has to hold; the same in every replica."""
     in_flight = actions_in_flight(work, split, schedule)
     ends = _num_ends(split)
     shares = []
@@ -295,8 +394,10 @@ def shares_of(work: Work, width: Width, split: StagePlan, schedule: Schedule) ->
         kept_nbytes = min(message_nbytes, work.store_nbytes)
         if work.store == "memory":
             memory_nbytes += kept_nbytes
+        if width.gradients is not None and width.gradients.keeps_errors:
+            memory_nbytes += _FP32_NBYTES * sum(rows_of(work, split, rank))
         shares.append(Share(tuple(_layers_of(split, rank)), memory_nbytes, message_nbytes, kept_nbytes))
-    return tuple(shares)
+    return tuple(shares) * work.num_replicas
 
 
 def _traffic(work: Work, width: Width, split: StagePlan, forward_nbytes_of_steps: float) -> dict[Kind, float]:
@@ -308,11 +409,14 @@ def _traffic(work: Work, width: Width, split: StagePlan, forward_nbytes_of_steps
     ]
     evaluations = work.evaluations
     num_evaluated = evaluations.num_passes * evaluations.num_plans * evaluations.num_microbatches
-    several = work.total_steps * work.num_microbatches
+    several = work.total_steps * work.num_microbatches * work.num_replicas
+    exchanged = math.fsum(nbytes for exchange in exchanges_of(work, width, split) for nbytes in exchange.nbytes)
+    tied_nbytes = 2 * width.tied_nbytes if split.tied == "exchange" else 0.0
     return {
-        Kind.FORWARD: forward_nbytes_of_steps * work.num_microbatches * len(crossings),
+        Kind.FORWARD: forward_nbytes_of_steps * work.num_microbatches * len(crossings) * work.num_replicas,
         Kind.BACKWARD: several * width.backward_nbytes * len(returning),
-        Kind.TIED: work.total_steps * 2 * width.tied_nbytes if split.tied == "exchange" else 0.0,
+        Kind.GRADIENTS: work.total_steps * exchanged,
+        Kind.TIED: work.total_steps * tied_nbytes * work.num_replicas,
         Kind.EVALUATION: num_evaluated * evaluations.message_nbytes * len(crossings),
-        Kind.WEIGHTS: math.fsum(work.weight_nbytes) + math.fsum(work.returned_nbytes),
+        Kind.WEIGHTS: work.num_replicas * math.fsum(work.weight_nbytes) + math.fsum(work.returned_nbytes),
     }

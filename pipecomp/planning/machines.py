@@ -1,6 +1,6 @@
 """What the machines of a cluster can do, as a person writes it down or a probe measures it. Pure; reads no file.
 
-    [[workers]]                     # in the order in which they hold the model
+    [[workers]]                     # in the order in which they hold the model, one replica after the other
     name = "garage"                 # for the table
     block = { forward_s = 0.051, backward_s = 0.154 }     # one transformer block, one microbatch of this run
     memory = "16GB"                 # what a worker may take
@@ -93,7 +93,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All machines of a cluster, by rank."""
+    """All machines of a cluster, by place."""
 
     workers: tuple[Machine, ...]
 
@@ -115,16 +115,17 @@ class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 Ways = Mapping[tuple[Rank, Rank], Way]
-"""By sender and receiver."""
+"""By sender and receiver: ranks, or places among all machines where there are several replicas."""
 
 
-def parse_figures(tree: dict[str, Any], num_workers: int, source: str) -> tuple[Machine, ...]:
+def parse_figures(tree: dict[str, Any], num_stages: int, source: str, *, num_replicas: int = 1) -> tuple[Machine, ...]:
     """Check a parsed file.
 
     Args:
         tree: of TOML or JSON; what else a plan's own JSON holds is ignored.
-        num_workers: of the run file.
+        num_stages: of the run file.
         source: what to call the file.
+        num_replicas: of the run file: the machines of the first replica come first, by stage, then those of the second.
 
     Raises:
         ConfigError: names the worker and the key that cannot be, and says what is allowed.
@@ -139,12 +140,22 @@ def parse_figures(tree: dict[str, Any], num_workers: int, source: str) -> tuple[
         except msgspec.ValidationError as e:
             raise ConfigError(f"{where}: {e}; allowed: {', '.join(Machine.__struct_fields__)}") from e
         machines.append(_check(machine, index, where))
-    if len(machines) != num_workers:
-        raise ConfigError(
-            f"{source} has {len(machines)} workers, the run file cluster.num_stages = {num_workers}: give one [[workers]] for "
-            f"each, or set cluster.num_stages = {len(machines)}"
-        )
+    if len(machines) != num_stages * num_replicas:
+        raise ConfigError(_wrong_number(source, len(machines), num_stages, num_replicas))
     return tuple(machines)
+
+
+def _wrong_number(source: str, number: int, num_stages: int, num_replicas: int) -> str:
+    if num_replicas == 1:
+        return (
+            f"{source} has {number} workers, the run file cluster.num_stages = {num_stages}: give one [[workers]] for "
+            f"each, or set cluster.num_stages = {number}"
+        )
+    return (
+        f"{source} has {number} workers, the run file cluster.num_stages = {num_stages} in each of cluster.num_replicas = "
+        f"{num_replicas}: give one [[workers]] for each of the {num_stages * num_replicas}, first the {num_stages} of the first "
+        "replica, then those of the next"
+    )
 
 
 def parse_ways(tree: dict[str, Any], machines: Sequence[Machine], source: str) -> Ways:

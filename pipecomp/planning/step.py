@@ -16,7 +16,8 @@ largest load has nothing to do: filling and draining the pipeline, latency, too 
 In the first case a faster part shortens the step by more than all waiting put together could; in the second it is the other way
 round: more microbatches, or more in flight, or fewer stages help, and faster parts hardly do. On equal loads a rank goes before
 a link, and the earlier before the later. An up- or downlink that only one flow goes through is named as that link: it is what
-the link comes to. Only where several flows share it, itself is named.
+the link comes to. Only where several flows share it, itself is named. What carries more of the gradients that replicas exchange
+(`replicas.py`) than of anything else is named as the exchange.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class BoundKind(enum.StrEnum):
     UPLINK = "uplink"
     DOWNLINK = "downlink"
     PATH = "path"
+    EXCHANGE = "exchange of gradients"
     FILL_AND_DRAIN = "fill and drain"
 
 
@@ -54,7 +56,8 @@ class Load(NamedTuple):
 
     kind: BoundKind
     ranks: tuple[Rank, ...]
-    """One for compute, up- and downlinks, all of a processor; (sender, receiver) for links and paths; none for fill and drain."""
+    """One for compute, up- and downlinks and exchanges, all of a processor; (sender, receiver) for links and paths; none for fill
+    and drain."""
     link: int | None
     """Of a link: it is between stage `link` and stage `link + 1`."""
     busy_s: float
@@ -80,11 +83,13 @@ class Step(NamedTuple):
     transfers: tuple[Transfer, ...]
     loads: tuple[Load, ...]
     """Of every rank and everything that messages go through; the largest first."""
+    exchange_s: float = 0.0
+    """From the last action's end until replicas have exchanged their gradients, where there are several."""
 
     @property
     def duration_s(self) -> float:
-        """From the first action's start to the last one's end."""
-        return self.timeline.end
+        """From the first action's start to the last one's end, and the exchange after it."""
+        return self.timeline.end + self.exchange_s
 
     @property
     def waiting_s(self) -> float:

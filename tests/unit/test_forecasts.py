@@ -152,6 +152,7 @@ def test_every_kind_of_traffic_is_summed_over_the_run():
     assert one.traffic == {
         Kind.FORWARD: 2 * 6 * (10 * 150 + 20 * 100),
         Kind.BACKWARD: 2 * 6 * 30 * 50,
+        Kind.GRADIENTS: 0,
         Kind.TIED: 0,
         Kind.EVALUATION: 2 * 2 * 3 * 4 * 7,
         Kind.WEIGHTS: 40 + 80,
