@@ -59,8 +59,8 @@ class Plan(NamedTuple):
 
 
 def bound_of(each: Forecast) -> str:
-    """What rules, and in which replica where one is slower than others by more than a hundredth."""
-    differ = any(1.01 * step.duration_s < each.step.duration_s for step in each.steps)
+    """What rules, and in which replica where it is busier than what is busiest in others by more than a hundredth."""
+    differ = any(1.01 * step.loads[0].busy_s < each.step.loads[0].busy_s for step in each.steps)
     return str(each.step.bound) + (f" of replica {each.replica}" if differ else "")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -102,8 +101,8 @@ class Forecast(NamedTuple):
 
     @property
     def replica(self) -> int:
-        """The one that takes longest; of equal ones the first."""
-        return max(range(len(self.steps)), key=lambda replica: self.steps[replica].duration_s)
+        """The one that has the busiest part of all; of equal ones the first. All end together."""
+        return max(range(len(self.steps)), key=lambda replica: self.steps[replica].loads[0].busy_s)
 
     @property
     def step(self) -> Step:
@@ -143,8 +142,8 @@ def forecast(work: Work, width: Width, cluster: Cluster, split: StagePlan, sched
     return Forecast(
         width=width,
         steps=later,
-        first_step_s=_longest_s(first) + around_s,
-        step_s=_longest_s(later) + around_s,
+        first_step_s=first[0].duration_s + around_s,
+        step_s=later[0].duration_s + around_s,
         evaluation_s=_evaluation_s(work, cluster, split, schedule) if work.evaluations.num_passes else 0.0,
         weights_s=_weights_s(work, cluster, split),
         num_first_steps=num_first,
@@ -158,17 +157,13 @@ def forecast(work: Work, width: Width, cluster: Cluster, split: StagePlan, sched
 def step_s(work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule) -> float:
     """Only the length of a step in later epochs, as `forecast` has it."""
     steps = _steps(work, width, cluster, split, schedule, _later_nbytes(work, width, split))
-    return _longest_s(steps) + _around_s(work, width, cluster, split)
-
-
-def _longest_s(steps: Sequence[Step]) -> float:
-    return max(step.duration_s for step in steps)
+    return steps[0].duration_s + _around_s(work, width, cluster, split)
 
 
 def _steps(
     work: Work, width: Width, cluster: Cluster, split: StagePlan, schedule: Schedule, forward_nbytes: float
 ) -> tuple[Step, ...]:
-    """Of each replica."""
+    """Of each replica; all are of one length."""
     no_backward = [StageIndex(s) for s, shard in enumerate(split.shards) if shard.end_layer <= work.first_trainable]
     actions = without_backward(schedule.actions(split.ranks, work.num_microbatches), no_backward)
     settings = [_setting(work, width, each, split, forward_nbytes) for each in cluster.replicas(work.num_replicas)]

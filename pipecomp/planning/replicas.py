@@ -50,7 +50,8 @@ def with_exchange_s(step: Step, setting: Setting, nbytes: Sequence[float]) -> fl
 
 
 def with_exchanges(steps: Sequence[Step], settings: Sequence[Setting], exchanging: Sequence[Exchanging]) -> tuple[Step, ...]:
-    """The same steps with the exchange at their end, and what it keeps busy among their loads.
+    """The same steps with the exchange at their end, and what it keeps busy among their loads. They end together, as a step is
+    committed everywhere or nowhere.
 
     As `with_exchange_s`, and besides: no sum is sent before the slowest replica has computed, a word goes there and back, and
     what coding takes beyond sending comes on top.
@@ -61,12 +62,18 @@ def with_exchanges(steps: Sequence[Step], settings: Sequence[Setting], exchangin
         exchanging: of each rank.
     """
     latest = [max(ends) for ends in zip(*map(_ends, steps, settings), strict=True)]
-    return tuple(_with_exchange(step, settings, replica, latest, exchanging) for replica, step in enumerate(steps))
+    outcomes = [_with_exchange(step, settings, replica, latest, exchanging) for replica, step in enumerate(steps)]
+    end_s = max(end_s for end_s, _ in outcomes)
+    return tuple(
+        step._replace(loads=loads, exchange_s=end_s - float(step.timeline.end))
+        for step, (_, loads) in zip(steps, outcomes, strict=True)
+    )
 
 
 def _with_exchange(
     step: Step, settings: Sequence[Setting], replica: int, latest: Sequence[float], exchanging: Sequence[Exchanging]
-) -> Step:
+) -> tuple[float, tuple[Load, ...]]:
+    """When one replica is done with it, and its loads."""
     setting, end_s, loads = settings[replica], float(step.timeline.end), list(step.loads)
     for rank, own_s in enumerate(_ends(step, setting)):
         exchange, coding_s, peers = exchanging[rank]
@@ -93,7 +100,7 @@ def _with_exchange(
         end_s = max(end_s, done_s + around_s + beyond_s)
         loads += _loads(step, setting, rank, alone_s, nbytes)
     loads.sort(key=lambda load: -float(f"{load.busy_s:.12g}"))
-    return step._replace(loads=tuple(loads), exchange_s=end_s - float(step.timeline.end))
+    return end_s, tuple(loads)
 
 
 def _sending_s(setting: Setting, rank: int, replica: int, exchange: Exchange, peers: Peers) -> float:

@@ -84,7 +84,7 @@ class Step(NamedTuple):
     loads: tuple[Load, ...]
     """Of every rank and everything that messages go through; the largest first."""
     exchange_s: float = 0.0
-    """From the last action's end until replicas have exchanged their gradients, where there are several."""
+    """From the last action's end until all replicas have exchanged their gradients, where there are several."""
 
     @property
     def duration_s(self) -> float:

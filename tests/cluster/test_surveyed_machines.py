@@ -108,6 +108,17 @@ async def test_machines_and_links_are_measured_where_they_are_and_workers_leave_
 
 
 @pytest.mark.timeout(150)
+async def test_replicas_of_one_rank_measure_the_way_between_them() -> None:
+    plan = Survey(make_config(num_stages=1, num_replicas=2, link_rate="40mbit"))
+    cluster, _ = await plan.run(*(plan.worker(name) for name in ("hall", "attic")))
+    assert [machine.name for machine in cluster.machines] == ["attic", "hall"]
+    assert [machine.up_nbytes_per_s for machine in cluster.machines] == [pytest.approx(5e6, rel=0.15)] * 2
+    assert set(cluster.ways) == {(0, 1), (1, 0)}
+    assert [line for line in plan.said if "link" in line] == ["measuring the link between attic and hall"]
+    assert plan.said[0].endswith("start 2 workers with: pipecomp worker --coordinator HOST:PORT")
+
+
+@pytest.mark.timeout(150)
 async def test_a_neighbour_that_cannot_be_dialled_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.survey._DIAL_S", 0.3)
     plan = Survey(make_config())

@@ -39,6 +39,7 @@ from workers.service import WorkerOptions, WorkerService
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IDENTITY = {"codec": "identity"}
+DEMO: dict[str, Any] = json.loads((EXAMPLES / "demo-gpt2" / "config.json").read_text())
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -210,23 +211,49 @@ def plain_classifier(folder: Path, config: RunConfig) -> tuple[float, float]:
     return loss_sum / len(texts), num_correct / len(texts)
 
 
-async def test_a_run_sends_the_bytes_that_its_plan_says(tmp_path: Path) -> None:
+TIED = {
+    "model": {"name": "", "config": {**DEMO, "tie_word_embeddings": True}},
+    "data": {"tokenizer": str(EXAMPLES / "demo-gpt2")},
+}
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_replicas", "sections"),
+    [
+        (3, 1, {}),
+        (2, 2, {}),
+        (1, 3, {"compression": {"gradients": {"codec": "sparse", "bits": 4, "top": 0.1}}}),
+        (2, 2, {**TIED, "compression": {"gradients": IDENTITY}, "cluster": {"tied_weights": "exchange"}}),
+        (2, 2, {**TIED, "cluster": {"tied_weights": "colocate"}}),
+    ],
+    ids=str,
+)
+async def test_a_run_sends_the_bytes_that_its_plan_says(
+    tmp_path: Path, num_stages: int, num_replicas: int, sections: dict[str, Any]
+) -> None:
+    codecs = {"forward": {"codec": "delta", "bits": 4}, "backward": {"codec": "uniform", "bits": 8}}
     config = make_config(
         tmp_path,
-        data={"packing": False, "max_length": 24, "max_train_samples": 12},
-        train={"num_train_epochs": 3},
-        compression={"forward": {"codec": "delta", "bits": 4}, "backward": {"codec": "uniform", "bits": 8}},
-        cluster={"num_stages": 3},
+        model=sections.get("model", {}),
+        data={"packing": False, "max_length": 24, "max_train_samples": 12, **sections.get("data", {})},
+        train={"num_train_epochs": 3, "batch_size": 6 if num_replicas == 3 else 4},
+        compression={**codecs, **sections.get("compression", {})},
+        cluster={"num_stages": num_stages, "num_replicas": num_replicas, **sections.get("cluster", {})},
     )
     figures = tmp_path / "figures.json"
-    figures.write_text(json.dumps({"workers": [{"multiply_adds_per_s": 1e9}] * 3}))
-    planned = make_plan(config, Source(figures=str(figures)), cache_folder=None).prediction["traffic"]
+    figures.write_text(json.dumps({"workers": [{"multiply_adds_per_s": 1e9}] * (num_stages * num_replicas)}))
+    plan = make_plan(config, Source(figures=str(figures)), cache_folder=None)
+    planned = plan.prediction["traffic"]
     _, summary = await Cluster(config).run()
     measured = {kind: row["payload_bytes"] + row["header_bytes"] for kind, row in summary["traffic"].items()}
     assert planned == {kind: pytest.approx(measured[kind], rel=0.01) for kind in planned}
-    kept = {row["message_bytes"] for row in summary["workers"].values()}
-    [as_written, *_] = as_tree(make_plan(config, Source(figures=str(figures)), cache_folder=None))["settings"]
-    assert {row["kept_message_bytes"] for row in as_written["workers"]} == kept
+    assert planned["gradients"] == pytest.approx(measured["gradients"], rel=1e-3)
+    assert (planned["gradients"] > 0) == (num_replicas > 1)
+    kept = sorted(row["message_bytes"] for row in summary["workers"].values())
+    [as_written, *_] = as_tree(plan)["settings"]
+    found = sorted(row["kept_message_bytes"] for row in as_written["workers"])
+    assert sum(found) == pytest.approx(sum(kept), abs=len(kept))  # samples are shared out by number, not by length
+    assert num_replicas > 1 or found == kept
 
 
 async def test_every_kind_of_traffic_is_in_the_summary_and_none_is_left_out(tmp_path: Path) -> None:

@@ -77,6 +77,17 @@ def test_a_mistake_is_told_with_its_worker_and_what_is_allowed(tree: dict[str, A
         parse_figures(tree, 2, "f.toml")
 
 
+def test_every_replica_has_machines_of_its_own():
+    tree = {"workers": [{"block": BLOCK, "name": name} for name in "abcd"]}
+    assert [machine.name for machine in parse_figures(tree, 2, "f.toml", num_replicas=2)] == ["a", "b", "c", "d"]
+    message = (
+        r"f\.toml has 4 workers, the run file cluster\.num_stages = 4 in each of cluster\.num_replicas = 2: give one "
+        r"\[\[workers\]\] for each of the 8, first the 4 of the first replica, then those of the next"
+    )
+    with pytest.raises(ConfigError, match=message):
+        parse_figures(tree, 4, "f.toml", num_replicas=2)
+
+
 TWO = (Machine(name="attic", block=LayerSeconds(0.5, 1.5)), Machine(name="cellar", block=LayerSeconds(0.5, 1.5)))
 
 

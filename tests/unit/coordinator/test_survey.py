@@ -43,9 +43,11 @@ def link(worker: str, sent: float, received: float, round_trip_s: float) -> m.Li
 class Script:
     """Worker i is peer i and is called w<i>."""
 
-    def __init__(self, terms: e.RunTerms, num_workers: int, join: Join, pairs: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, terms: e.RunTerms, num_workers: int, join: Join, pairs: Sequence[tuple[int, int]], *, num_replicas: int = 1
+    ) -> None:
         self.said: list[str] = []
-        cluster = ClusterConfig(num_stages=num_workers, join_timeout_s=60.0)
+        cluster = ClusterConfig(num_stages=num_workers // num_replicas, num_replicas=num_replicas, join_timeout_s=60.0)
         self.state = SurveyState(cluster, terms, "1.0", pairs=pairs, order=order_of, say=self.said.append)
         self.now = 0.0
         self.join = join
@@ -128,6 +130,28 @@ def test_pairs_are_those_that_exchange_tensors_each_once(
 ) -> None:
     shards = tuple(Shard(i, i + 1) for i in range(len(ranks)))
     assert pairs_of(StagePlan(shards, tuple(map(Rank, ranks)), tied)) == pairs
+
+
+def test_pairs_of_replicas_are_those_within_each_and_those_between_workers_of_one_rank() -> None:
+    shards = (Shard(0, 1), Shard(1, 2))
+    plan = StagePlan(shards, (Rank(0), Rank(1)), "none")
+    assert pairs_of(plan, 3) == [(0, 1), (2, 3), (4, 5), (0, 2), (0, 4), (2, 4), (1, 3), (1, 5), (3, 5)]
+    assert pairs_of(StagePlan(shards[:1], (Rank(0),), "none"), 2) == [(0, 1)]
+
+
+def test_all_replicas_are_waited_for_and_measured(terms: Callable[..., e.RunTerms], join: Join) -> None:
+    pairs = [(0, 1), (2, 3), (0, 2), (1, 3)]
+    script = Script(terms(4, num_replicas=2), 4, join, pairs, num_replicas=2)
+    assert script.measure_machines() == dial(0, 1)
+    assert [member.replica for member in script.state._roster.members] == [0, 0, 1, 1]
+    for pair, after in zip(pairs, [*pairs[1:], None], strict=True):
+        effects = script.say(pair[0], link(f"w{pair[1]}", 1e6, 1e6, 0.02))
+        assert after is None or effects == dial(*after)
+    for worker in range(4):
+        script.say(worker, m.Goodbye(worker=f"w{worker}", reason=""))
+    cluster = cluster_of(script.state.results())
+    assert [machine.name for machine in cluster.machines] == ["w0", "w1", "w2", "w3"]
+    assert set(cluster.ways) == {*pairs, *((other, one) for one, other in pairs)}
 
 
 def test_one_machine_has_no_link(make: Callable[..., Script]) -> None:
