@@ -1,4 +1,4 @@
-"""A second implementation of the exchange of replicas' gradients, written from docs/protocol.md alone, comes to the bits of ours."""
+"""A second implementation of replicas' exchange, written from docs/protocol.md alone, comes to the same bits as ours."""
 
 from __future__ import annotations
 
