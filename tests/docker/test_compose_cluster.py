@@ -1,4 +1,4 @@
-"""The image and compose.yaml with a real engine: sizes, rights, links as they measure, a whole run, a machine that is lost."""
+"""The image and the compose files with a real engine: sizes, rights, links as they measure, whole runs, a lost machine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ PAYLOAD_PART = 0.956  # of a full frame: 1,448 of 1,514 bytes
 LINK_MBIT = 100
 GOODPUT = ("python", "-m", "pipecomp.testing.goodput")
 PORT = "5201"
+REPLICAS = "compose.yaml:compose.replicas.yaml"
 
 
 def why_not() -> str:
@@ -223,6 +224,32 @@ def test_compose_up_trains_ends_with_the_table_and_leaves_the_model(cluster: Clu
     cluster.compose("cp", "coordinator:/results/.", str(tmp_path / "out"))
     assert (tmp_path / "out" / "model" / "config.json").exists()
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize("cluster", [{"RUN_FILE": "short.toml", "COMPOSE_FILE": REPLICAS}], indirect=True)
+def test_replicas_train_side_by_side_and_exchange_gradients_of_four_bits(cluster: Cluster, tmp_path: Path) -> None:
+    done = cluster.compose("up", "--no-color", "--no-build")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [cluster.container("worker", number) for number in range(1, 5)]
+    codes = answer("inspect", "--format={{.State.ExitCode}}", cluster.container("coordinator"), *names)
+    assert codes.split() == ["0"] * 5, done.stdout
+    for place, name in enumerate(names):  # the first two are one replica's stages, the others the other's
+        replica, stage = divmod(place, 2)
+        assert re.search(rf"coordinator-1 +\| {name} +\w+ +{replica} +{stage} ", done.stdout), name
+    assert done.stdout.count(f"link: eth0: LINK_RATE={LINK_MBIT}mbit out, LINK_RATE={LINK_MBIT}mbit in") == 5
+
+    cluster.compose("cp", "coordinator:/results/.", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model" / "config.json").exists()
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["steps"] == 6
+    trained = {replica: summary["links"][f"{replica}/0-1"]["forward"]["samples"] for replica in (0, 1)}
+    assert sum(trained.values()) == summary["samples"] == 6 * 16
+    assert min(trained.values()) >= 6 * 7
+    assert all("gradients" in summary["links"][f"gradients/{rank}/0-1"] for rank in (0, 1))
+    sent = summary["traffic"]["gradients"]
+    num_parameters = sum(worker["num_trainable"] for worker in summary["workers"].values())
+    assert sent["values"] == summary["steps"] * num_parameters  # half of them as parts, half as sums
+    assert 8 * sent["payload_bytes"] / sent["values"] == pytest.approx(4.25, abs=0.01)
 
 
 @pytest.mark.parametrize("cluster", [{"RUN_FILE": "long.toml", "WORKERS": "5"}], indirect=True)
