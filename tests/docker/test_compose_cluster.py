@@ -236,7 +236,7 @@ def test_replicas_train_side_by_side_and_exchange_gradients_of_four_bits(cluster
     for place, name in enumerate(names):  # the first two are one replica's stages, the others the other's
         replica, stage = divmod(place, 2)
         assert re.search(rf"coordinator-1 +\| {name} +\w+ +{replica} +{stage} ", done.stdout), name
-    assert done.stdout.count(f"link: eth0: LINK_RATE={LINK_MBIT}mbit out, LINK_RATE={LINK_MBIT}mbit in") == 5
+    assert done.stderr.count(f"link: eth0: LINK_RATE={LINK_MBIT}mbit out, LINK_RATE={LINK_MBIT}mbit in") == 5
 
     cluster.compose("cp", "coordinator:/results/.", str(tmp_path / "out"))
     assert (tmp_path / "out" / "model" / "config.json").exists()

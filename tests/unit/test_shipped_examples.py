@@ -6,8 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
+from coordinator.preparation import read_run
 from pipecomp.config import load_run_config
 from pipecomp.data.loading import load_dataset
 from pipecomp.data.records import DataSettings
@@ -88,3 +90,22 @@ def test_the_run_of_smollm2_is_as_large_as_it_says() -> None:
     assert config.data.max_eval_samples == 128
     assert (config.data.max_train_samples or 0) >= 256
     assert (config.compression.forward["bits"], config.compression.backward["bits"]) == (4, 8)
+
+
+def test_the_run_of_replicas_is_the_demos_by_as_many_workers_cut_otherwise() -> None:
+    demo, replicas = (load_run_config(EXAMPLES / name) for name in ("demo.toml", "replicas.toml"))
+    assert (replicas.cluster.num_replicas, replicas.cluster.num_stages, demo.cluster.num_stages) == (2, 2, 4)
+    assert replicas.compression.gradients == {"codec": "uniform", "bits": 4}
+    same = {"num_microbatches": demo.train.num_microbatches, "output_dir": demo.train.output_dir}
+    assert msgspec.structs.replace(replicas.train, **same) == demo.train
+    assert (replicas.model, replicas.data) == (demo.model, demo.data)
+    assert replicas.compression == demo.compression
+    assert msgspec.structs.replace(replicas.cluster, num_replicas=1, num_stages=4) == demo.cluster
+
+
+def test_each_of_two_replicas_has_half_of_the_demos_samples_and_of_each_batch() -> None:
+    run = read_run(load_run_config(EXAMPLES / "replicas.toml"), None)
+    assert run.batches.replica_sizes == (96, 96)
+    assert run.batches.total_steps == 48
+    assert {run.batches.num_microbatches(step) for step in range(1, 49)} == {(4, 4)}
+    assert len(run.stage_plan.shards) == 2
