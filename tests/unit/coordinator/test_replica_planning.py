@@ -113,7 +113,10 @@ def test_the_text_tells_replicas_their_workers_and_what_they_exchange(tmp_path):
     rows = [words[:2] for line in text.splitlines() if (words := line.split()) and words[0] in NAMES]
     assert rows == [["attic", "0"], ["cellar", "0"], ["hall", "1"], ["roof", "1"]]
     assert "memory: layers, optimizer, activations, messages, errors of gradients;" in text
-    assert ", gradients 127" in text.partition("sent in the whole run")[2]
+    num_values = sum(layer.num_trainable for layer in made.work.layers)
+    sent = made.prediction["traffic"]["gradients"]
+    assert sent == pytest.approx(6 * 2 * num_values * 4.25 / 8, rel=0.02)  # six steps, parts and sums
+    assert f", gradients {sent / 1000:.1f} kB" in text.partition("sent in the whole run")[2]
 
 
 def test_the_slower_replica_is_told_by_the_names_of_its_workers(tmp_path):
