@@ -34,8 +34,18 @@ class Batches:
     """Plans over a training and an evaluation data set; the latter may be missing. Every replica has plans of its own: of its
     own samples in training, of a part of each stretch in an evaluation."""
 
-    def __init__(self, train: Dataset, held_out: Dataset | None, config: TrainConfig, num_replicas: int = 1) -> None:
-        """Raises ConfigError where there are fewer training samples than replicas."""
+    def __init__(
+        self,
+        train: Dataset,
+        held_out: Dataset | None,
+        config: TrainConfig,
+        num_replicas: int = 1,
+        *,
+        train_apart: bool = False,
+    ) -> None:
+        """`train_apart`: each replica's loss is the mean over its own tokens of a step, not over all replicas'. Raises
+        ConfigError where there are fewer training samples than replicas."""
+        self._train_apart = train_apart
         self._num_replicas = num_replicas
         self._replicas = assign_replicas(train.table.ids, num_replicas)
         self._train = train
@@ -88,11 +98,12 @@ class Batches:
         microbatches = shares[replica]
         samples, refs = _samples(self._train, microbatches)
         buffers = _buffers(samples, wanted)
+        size = _size(self._train, microbatches) if self._train_apart else self.size(step)
         plan = StepPlan(
             epoch=epoch,
             step=step,
             learning_rate=learning_rate,
-            num_targets=max(1, self.size(step).targets),
+            num_targets=max(1, size.targets),
             microbatches=refs,
             first_microbatch=sum(map(len, shares[:replica])),
             has_input_ids=wanted.input_ids,

@@ -153,6 +153,9 @@ def record_line(record: e.Record) -> str:
             return f"{record.worker} joined from {record.host} ({record.num_joined} of {record.num_workers})"
         case e.WorkerTurnedAway():
             return f"refused: {record.reason}"
+        case e.MomentsFrozen(step, change):
+            why = "as train.optim_warmup_steps says" if change is None else f"they changed by {change:.1%} lately"
+            return f"warm-up of quantized_adam: second moments stay as after step {step} ({why})"
         case e.StepAborted():
             return f"step {record.step} aborted: {record.reason}"
         case e.EvaluationEnded():

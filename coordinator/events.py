@@ -170,6 +170,13 @@ class StepCommitted(NamedTuple):
     reports: Mapping[str, messages.StepReport]
 
 
+class MomentsFrozen(NamedTuple):
+    """The warm-up of quantized Adam has ended with `step`."""
+
+    step: int
+    change: float | None  # of second moments over the last steps; None where the run file has said when
+
+
 class StepAborted(NamedTuple):
     step: int
     reason: str
@@ -218,6 +225,7 @@ Record = (
     | PhaseEntered
     | StopNoted
     | StepCommitted
+    | MomentsFrozen
     | StepAborted
     | EvaluationEnded
     | TrafficReported

@@ -71,6 +71,8 @@ class Ledger:
         self.times: dict[str, Times] = {}
         """Where each worker's steps spent their time; known at the end."""
         self.model_folder = ""
+        self.frozen_after: int | None = None
+        """The step that ended the warm-up of quantized Adam."""
         self.step_nbytes = 0
         """Bytes that workers sent between the last two committed steps."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
@@ -81,6 +83,8 @@ class Ledger:
         match record:
             case e.StepCommitted():
                 self._take_step(record)
+            case e.MomentsFrozen(step):
+                self.frozen_after = step
             case e.StepAborted():
                 self.aborted.append(record)
             case e.EvaluationEnded():

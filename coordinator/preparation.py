@@ -165,7 +165,9 @@ def read_run(config: RunConfig, cache_folder: Path | None) -> ReadRun:
     train, held_out = _divide(config, train, held_out)
     for dataset in (train, held_out):
         _check_tokens(dataset, model.plan.vocab_size)
-    batches = Batches(train, held_out, config.train, config.cluster.num_replicas)
+    replicas = config.cluster.num_replicas
+    train_apart = replicas > 1 and config.replicas.local_steps > 0
+    batches = Batches(train, held_out, config.train, replicas, train_apart=train_apart)
     return ReadRun(opened, model, tokenizer, train, held_out, batches, split_model(config, model, train), tuple(notes))
 
 

@@ -148,7 +148,7 @@ class CoordinatorState:
         self._roster.seat(terms)
         members = self._roster.members
         workers = {member.peer: member.name for member in members}
-        self._training = Training(self._config.train, terms, workers, ASSIGNMENT_EPOCH)
+        self._training = Training(self._config, terms, workers, ASSIGNMENT_EPOCH)
         self._evaluation = Evaluation(terms, workers, ASSIGNMENT_EPOCH)
         first_replica = dict(list(workers.items())[: terms.num_ranks])  # all replicas' weights are the same
         self._collection = Collection(first_replica, ASSIGNMENT_EPOCH)

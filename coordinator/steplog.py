@@ -73,6 +73,8 @@ def _line(record: e.Record, ledger: Ledger) -> dict[str, Any]:
                 "links": links_of(ledger.step_links),
                 "stores": stores_of(ledger.stores),
             }
+        case e.MomentsFrozen(step, change):
+            return {"event": "frozen", "step": step, "change": change}
         case e.StepAborted():
             return {"event": "aborted", "step": record.step, "reason": record.reason}
         case e.EvaluationEnded():

@@ -52,6 +52,7 @@ def make_summary(
         "stores": stores_of(ledger.stores),
         "workers": _workers(ledger),
         "time": {worker: time_of(times) for worker, times in ledger.times.items()},
+        "second_moments_frozen_after_step": ledger.frozen_after,
         "aborted_steps": [{"step": one.step, "reason": one.reason} for one in ledger.aborted],
         "stopped_early": stopped_early,
         "model_folder": ledger.model_folder or None,
@@ -133,6 +134,7 @@ def format_summary(summary: Mapping[str, Any]) -> str:
 
 
 def _results(summary: Mapping[str, Any]) -> str:
+    frozen = summary["second_moments_frozen_after_step"]
     rows = [
         ("steps", f"{summary['steps']} ({summary['samples']} samples, {summary['tokens']} tokens)"),
         ("train loss, mean", _number(summary["train_loss"], ".4f")),
@@ -142,6 +144,7 @@ def _results(summary: Mapping[str, Any]) -> str:
         ("tokens/s", _number(summary["tokens_per_s"], ".0f")),
         ("wall time", _number(summary["wall_time_s"], ".1f", " s")),
         ("aborted steps", str(len(summary["aborted_steps"]))),
+        *([] if frozen is None else [("warm-up of quantized_adam", f"{frozen} steps")]),
         ("model", summary["model_folder"] or "not saved"),
     ]
     if summary["stopped_early"]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from coordinator.events import Effect, Log, Peer, RunTerms, Send, SendStep, StepAborted, StepCommitted
+from coordinator.events import Effect, Log, MomentsFrozen, Peer, RunTerms, Send, SendStep, StepAborted, StepCommitted
 from coordinator.rates import learning_rate
 from coordinator.vote import MUST_BE_THE_SAME, Verdict, count_votes
-from pipecomp.config import TrainConfig
+from coordinator.warmup import WarmUp
+from pipecomp.config import RunConfig
 from pipecomp.errors import RemoteProtocolError
 from pipecomp.protocol.messages import Abort, Aborted, Commit, Committed, Prepared, StepFailed, StepReport
 
@@ -42,8 +43,11 @@ class _PendingCommit:
 class Training:
     """Steps 1 .. total_steps. A step's batch is a function of its number, so an aborted step uses its batch up."""
 
-    def __init__(self, config: TrainConfig, terms: RunTerms, workers: Mapping[Peer, str], epoch: int) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, terms: RunTerms, workers: Mapping[Peer, str], epoch: int) -> None:
+        self._config = config.train
+        self._local_steps = config.replicas.local_steps if terms.num_replicas > 1 else 0
+        self._num_apart = 0  # steps that replicas have taken since they were the same
+        self._warm_up = WarmUp(config.train, terms.total_steps)
         self._terms = terms
         self._workers = workers  # in rank order
         self._epoch = epoch
@@ -109,6 +113,7 @@ class Training:
             return []
         self._pending = None
         self.num_committed += 1
+        self._warm_up.hear(sum(pending.reports[name].second_moment for name in self._first_replica))
         if fault := self._difference(pending):
             return self._give_up(fault)
         return [Log(self._record(pending)), *self._decide(now)]
@@ -130,6 +135,7 @@ class Training:
             self._terms.num_microbatches(self.step),
             num_targets=self._terms.batch_size(self.step).targets,
             max_grad_norm=self._config.max_grad_norm,
+            train_apart=self._local_steps > 0,
         )
         if verdict.objection:
             return self._abort(verdict.objection)
@@ -138,13 +144,34 @@ class Training:
         self._round = Round.IDLE
         self._aborts_in_a_row = 0
         self._pending = _PendingCommit(self.step, verdict, self._rate(), now - self._started_at)
-        commit = Commit(
-            epoch=self._epoch,
-            step=self.step,
-            gradient_norm=verdict.gradient_norm,
-            clip_coefficient=verdict.clip_coefficient,
-        )
-        return [*self._to_all(commit), *([] if self._pauses() else self.start(now))]
+        freezes = self._warm_up.ends_with(self.num_committed)
+        self._num_apart += 1
+        averages = self._take_average()
+        commits = [
+            Commit(
+                epoch=self._epoch,
+                step=self.step,
+                gradient_norm=norm,
+                clip_coefficient=clip,
+                freeze=freezes,
+                average=averages,
+            )
+            for norm, clip in zip(verdict.norms, verdict.clips, strict=True)
+        ]
+        effects: list[Effect] = [
+            Send(peer, commits[place // self._terms.num_ranks]) for place, peer in enumerate(self._workers)
+        ]
+        if freezes:
+            effects.append(Log(MomentsFrozen(self.step, self._warm_up.change)))
+        return [*effects, *([] if self._pauses() else self.start(now))]
+
+    def _take_average(self) -> bool:
+        """Whether replicas that train apart are to average after this step: they have gone far enough, or their parameters
+        are asked for."""
+        is_due = 0 < self._local_steps <= self._num_apart or (self._local_steps > 0 < self._num_apart and self._pauses())
+        if is_due:
+            self._num_apart = 0
+        return is_due
 
     def _abort(self, reason: str) -> list[Effect]:
         self._round = Round.ABORTING
@@ -155,8 +182,9 @@ class Training:
                 f"{self._aborts_in_a_row} steps in a row had to be aborted, the last one (step {self.step}) because "
                 f"{reason}; try a lower train.learning_rate or more bits, or raise train.max_aborted_steps"
             )
-        abort = Abort(epoch=self._epoch, step=self.step, reason=reason)
-        return [Log(StepAborted(self.step, reason)), *self._to_all(abort)]
+        averages = not self.failure and self._take_average()
+        abort = Abort(epoch=self._epoch, step=self.step, reason=reason, average=averages)
+        return [Log(StepAborted(self.step, reason)), *(Send(peer, abort) for peer in self._workers)]
 
     def _give_up(self, fault: str) -> list[Effect]:
         self.failure = f"step {self.step}: {fault}"
@@ -176,6 +204,10 @@ class Training:
                 )
         return ""
 
+    @property
+    def _first_replica(self) -> list[str]:
+        return list(self._workers.values())[: self._terms.num_ranks]
+
     def _expect_current(self, message: Prepared | StepFailed) -> None:
         if self._round is Round.IDLE or message.step != self.step:
             name = type(message).__name__
@@ -186,9 +218,6 @@ class Training:
 
     def _rate(self) -> float:
         return learning_rate(self._config, self.step, self._terms.total_steps)
-
-    def _to_all(self, message: Commit | Abort) -> list[Effect]:
-        return [Send(peer, message) for peer in self._workers]
 
     def _record(self, pending: _PendingCommit) -> StepCommitted:
         return StepCommitted(

@@ -4,7 +4,8 @@
                                     norm = sqrt(sum of each parameter's squared norm, in layer order, then of definition)
                                     clip = min(1, max_grad_norm / (norm + 1e-6))
 
-Replicas have summed their gradients by then: each must say the same norms. Their losses are added in the order of replicas.
+Replicas have summed their gradients by then: each must say the same norms. Only where they train apart (local steps) has each
+norms of its own. Their losses are added in the order of replicas.
 
 The sums run one after the other in that order whatever the split, so any split gives the same bits (law 1).
 """
@@ -26,11 +27,23 @@ class Verdict(NamedTuple):
     """What the vote says; `objection` is empty when the step can be committed."""
 
     loss: float
-    gradient_norm: float
-    clip_coefficient: float
+    norms: tuple[float, ...]
+    """Gradient norm of the whole model, by replica: the same ones, but where replicas train apart."""
+    clips: tuple[float, ...]
+    """What it makes of gradients to keep to the limit, likewise."""
     objection: str
     fault: str = ""
     """Why the run cannot go on; empty while it can."""
+
+    @property
+    def gradient_norm(self) -> float:
+        """The largest of all replicas'."""
+        return max(self.norms)
+
+    @property
+    def clip_coefficient(self) -> float:
+        """The smallest of all replicas'."""
+        return min(self.clips)
 
 
 def mean_loss(loss_sums: Iterable[float], num_targets: int) -> float:
@@ -56,7 +69,12 @@ def clip_coefficient(gradient_norm: float, max_grad_norm: float) -> float:
 
 
 def count_votes(
-    votes: Mapping[str, Prepared], num_microbatches: Sequence[int], *, num_targets: int, max_grad_norm: float
+    votes: Mapping[str, Prepared],
+    num_microbatches: Sequence[int],
+    *,
+    num_targets: int,
+    max_grad_norm: float,
+    train_apart: bool = False,
 ) -> Verdict:
     """Join what all workers said of one step.
 
@@ -64,25 +82,26 @@ def count_votes(
         votes: by worker, those of one replica after the other.
         num_microbatches: of each replica.
         num_targets: of the whole batch.
+        train_apart: each replica applies its own gradients, which need not be the others'.
     """
     workers, num_ranks = list(votes), len(votes) // len(num_microbatches)
     replicas = [workers[start : start + num_ranks] for start in range(0, len(workers), num_ranks)]
     losses = [vote.loss_sums for vote in votes.values() if vote.loss_sums]
     loss = mean_loss((value for sums in losses for value in sums), num_targets)
-    norms = [norms for worker in replicas[0] for norms in votes[worker].layer_norms]
-    gradient_norm = global_norm(norms)
+    layers = [[norms for worker in replica for norms in votes[worker].layer_norms] for replica in replicas]
+    norms = tuple(map(global_norm, layers if train_apart else layers[:1] * len(replicas)))
     objection = ""
     if [len(sums) for sums in losses] != [count for count in num_microbatches if count]:
         found = ", ".join(str(len(sums)) for sums in losses) or "none"
         objection = f"losses of {found} microbatches were reported; {', '.join(map(str, num_microbatches))} were planned"
-    elif len({norms.layer for norms in norms}) != len(norms):
+    elif any(len({norms.layer for norms in own}) != len(own) for own in layers):
         objection = "two workers reported gradients of the same layer"
     elif not math.isfinite(loss):
         objection = f"the loss is {loss}"
-    elif not math.isfinite(gradient_norm):
-        objection = f"the gradient norm is {gradient_norm}"
-    clip = clip_coefficient(gradient_norm, max_grad_norm)
-    return Verdict(loss, gradient_norm, clip, objection, "" if objection else _difference(votes, replicas))
+    elif not all(map(math.isfinite, norms)):
+        objection = f"the gradient norm is {next(norm for norm in norms if not math.isfinite(norm))}"
+    clips = tuple(clip_coefficient(norm, max_grad_norm) for norm in norms)
+    return Verdict(loss, norms, clips, objection, "" if objection or train_apart else _difference(votes, replicas))
 
 
 def _difference(votes: Mapping[str, Prepared], replicas: Sequence[Sequence[str]]) -> str:

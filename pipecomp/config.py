@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -86,6 +86,10 @@ class TrainConfig(_Section, frozen=True, kw_only=True):
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.999
     adam_epsilon: AboveZero = 1e-8
+    optim: Literal["adamw", "quantized_adam"] = "adamw"
+    """`quantized_adam`: after a warm-up Adam's second moment stays as it is, and replicas exchange momenta."""
+    optim_warmup_steps: Positive | None = None
+    """Of `quantized_adam`: steps of plain AdamW before that; None: until the second moment is steady."""
     max_grad_norm: NonNegative = 1.0
     """0 turns clipping off."""
     gradient_checkpointing: bool = False
@@ -165,6 +169,14 @@ class ReplicasConfig(_Section, frozen=True, kw_only=True):
     """What a gradient's codec has lost is added to the next step's."""
     check_steps: Count = 20
     """Every so many steps all replicas' parameters must have the same hash; 0: never."""
+    overlap: bool = False
+    """Exchange a step's gradients beside the next step: each is applied one step late."""
+    local_steps: Count = 0
+    """Each replica trains on its own and exchanges the change of its parameters every so many steps; 0: gradients, each step."""
+    outer_learning_rate: AboveZero = 0.7
+    """Of local steps: of the mean change of parameters."""
+    outer_momentum: Fraction = 0.9
+    """Of local steps: Nesterov's."""
 
 
 class RunConfig(_Section, frozen=True, kw_only=True):
@@ -342,6 +354,7 @@ def _check(config: RunConfig, source: str) -> None:
             f"train.num_microbatches = {config.train.num_microbatches}{times} is more than train.batch_size = "
             f"{config.train.batch_size}: each microbatch needs a sample"
         )
+    _check_exchange(config, refuse)
     layers = config.cluster.layers
     if layers is not None and len(layers) != config.cluster.num_stages:
         refuse(f"cluster.layers has {len(layers)} numbers for cluster.num_stages = {config.cluster.num_stages} workers")
@@ -360,3 +373,15 @@ def _check(config: RunConfig, source: str) -> None:
             refuse(f"compression.{direction} = {options!r}: {_HOW_TO_NAME_A_CODEC}")
         if direction != "forward" and options["codec"] == "delta":
             refuse(f"compression.{direction}: the delta codec remembers forward activations only; choose a stateless codec")
+
+
+def _check_exchange(config: RunConfig, refuse: Callable[[str], None]) -> None:
+    """What replicas exchange, and when, is one of several ways."""
+    replicas, train = config.replicas, config.train
+    if replicas.overlap and replicas.local_steps:
+        refuse("replicas.overlap = true is for gradients, but with replicas.local_steps none are exchanged: leave one out")
+    for key, is_set in (("overlap = true", replicas.overlap), (f"local_steps = {replicas.local_steps}", replicas.local_steps)):
+        if is_set and train.optim == "quantized_adam":
+            refuse(f'replicas.{key} does not go with train.optim = "quantized_adam", which exchanges momenta: leave one out')
+    if train.optim_warmup_steps is not None and train.optim != "quantized_adam":
+        refuse(f'train.optim_warmup_steps = {train.optim_warmup_steps} is of train.optim = "quantized_adam" only: leave it out')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pipecomp.protocol.messages import (
+    Abort,
     Assignment,
     Commit,
     EvaluationPlan,
@@ -157,7 +158,7 @@ class ApplyCommit(_Value, frozen=True, kw_only=True):
 class ApplyAbort(_Value, frozen=True, kw_only=True):
     """Stop whatever runs of the step and forget it."""
 
-    step: int
+    abort: Abort
 
 
 class RunEvaluation(_Value, frozen=True, kw_only=True):

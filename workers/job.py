@@ -18,6 +18,7 @@ from pipecomp.protocol import messages as m
 from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.memory import peak_memory_nbytes
+from pipecomp.runtime.optimizer import Update
 from pipecomp.runtime.pipeline import Activity, Pipeline
 from pipecomp.runtime.pipeline import StepRefused as PipelineRefused
 from pipecomp.runtime.stores import StoreHome
@@ -29,6 +30,23 @@ from workers.survey import describe_survey, survey_link, survey_machine
 
 _CONNECT_S = 60.0
 _UPLOAD_S = 24 * 3600.0
+
+
+class ReplicaChecks:
+    """After which steps all replicas' parameters are compared."""
+
+    def __init__(self, every: int, *, only_averages: bool) -> None:
+        """`every`: steps from one to the next at least; 0: never. `only_averages`: between averages they differ."""
+        self._every = every
+        self._only_averages = only_averages
+        self._last = 0
+
+    def are_due(self, commit: m.Commit) -> bool:
+        """Asked once a step. All workers of a run come to the same answer."""
+        is_due = 0 < self._every <= commit.step - self._last and (commit.average or not self._only_averages)
+        if is_due:
+            self._last = commit.step
+        return is_due
 
 
 class LinkDown(PipecompError):
@@ -88,7 +106,8 @@ class AssignedWork:
         self._background: list[asyncio.Task[None]] = []
         self._loaded = asyncio.Event()
         self._random = False
-        self._check_steps = 0  # of how many steps each ends with a hash of the parameters; 0: none
+        self._checks = ReplicaChecks(0, only_averages=False)
+        self._warms_up = False  # whether second moments are reported until they are frozen
         if model_folder is not None:
             from pipecomp.models import open_model
 
@@ -158,7 +177,9 @@ class AssignedWork:
         await self._codec_threads.run(functools.partial(rehearse_codecs, config, model.plan.hidden_size))
         self._note("fetching weights")
         self._random = assignment.random_weights
-        self._check_steps = config.replicas.check_steps if assignment.peers else 0
+        if assignment.peers:
+            self._checks = ReplicaChecks(config.replicas.check_steps, only_averages=config.replicas.local_steps > 0)
+        self._warms_up = config.train.optim == "quantized_adam" and config.train.optim_warmup_steps is None
         self._weights_link = await self._hub.dial(weights_address, m.weights_link(self._name), timeout_s=_CONNECT_S)
         weights = None if assignment.random_weights else await self._fetch(assignment)
         self._note("materializing weights")
@@ -229,11 +250,14 @@ class AssignedWork:
 
     async def commit(self, commit: m.Commit, learning_rate: float) -> e.Event:
         pipeline = self._ready
-        await pipeline.commit(commit.step, learning_rate=learning_rate, clip_coefficient=commit.clip_coefficient)
+        update = Update(learning_rate, commit.clip_coefficient, freezes=commit.freeze, averages=commit.average)
+        await pipeline.commit(commit.step, update)
         assert self._compute is not None
-        digest = ""
-        if self._check_steps and commit.step % self._check_steps == 0:
+        digest, second_moment = "", 0.0
+        if self._checks.are_due(commit):
             digest = await self._compute.run(pipeline.optimizer.parameters_hash)
+        if self._warms_up and not pipeline.optimizer.is_frozen:
+            second_moment = await self._compute.run(pipeline.optimizer.second_moment)
         report = m.StepReport(
             compute_s=self._compute.busy_s,
             peak_memory_nbytes=peak_memory_nbytes(),
@@ -242,12 +266,13 @@ class AssignedWork:
             meters=pipeline.take_meters(),
             stores=pipeline.store_meters(),
             parameters_hash=digest,
+            second_moment=second_moment,
         )
         return e.StepCommitted(step=commit.step, report=report)
 
-    async def abort(self, step: int) -> e.Event:
-        await self._ready.abort(step)
-        return e.StepAborted(step=step)
+    async def abort(self, abort: m.Abort) -> e.Event:
+        await self._ready.abort(abort.step, averages=abort.average)
+        return e.StepAborted(step=abort.step)
 
     async def evaluate(self, plan: m.EvaluationPlan, buffers: tuple[memoryview, ...]) -> e.Event:
         sums = await self._ready.evaluate(plan, buffers)

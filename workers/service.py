@@ -195,8 +195,8 @@ class WorkerService:
                 self._step_task = self._start(work.run_step(plan, buffers), f"step {plan.step}")
             case e.ApplyCommit(commit=commit, learning_rate=learning_rate):
                 self._start(work.commit(commit, learning_rate), f"commit {commit.step}")
-            case e.ApplyAbort(step=step):
-                self._start(self._abort(step), f"abort {step}")
+            case e.ApplyAbort(abort=abort):
+                self._start(self._abort(abort), f"abort {abort.step}")
             case e.RunEvaluation(plan=plan, buffers=buffers):
                 self._start(work.evaluate(plan, buffers), f"evaluation {plan.evaluation}")
             case e.Survey(order=order):
@@ -210,11 +210,11 @@ class WorkerService:
                 if effect.exit_code == 0:
                     self._say(f"{self.options.name}: done, {effect.reason}")
 
-    async def _abort(self, step: int) -> e.Event:
+    async def _abort(self, abort: m.Abort) -> e.Event:
         if self._step_task is not None:
             self._step_task.cancel()
             await asyncio.gather(self._step_task, return_exceptions=True)
-        return await self._work.abort(step)
+        return await self._work.abort(abort)
 
     # ------------------------------------------------------------ tasks
 

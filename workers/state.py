@@ -83,7 +83,7 @@ class WorkerState:
         self.welcome: m.Welcome | None = None
         self.plan: m.StepPlan | None = None
         self._queued: e.MessageReceived | None = None
-        self._queued_is_aborted = False
+        self._queued_abort: m.Abort | None = None
 
     def handle(self, event: e.Event, *, now: float) -> list[e.Effect]:
         """React to one event.
@@ -168,7 +168,7 @@ class WorkerState:
                 return [e.ApplyCommit(commit=message, learning_rate=plan.learning_rate)]
             case m.Abort():
                 self._check_step(message.step)
-                return [e.ApplyAbort(step=message.step)]
+                return [e.ApplyAbort(abort=message)]
             case m.EvaluationPlan():
                 self._check_epoch(message.epoch)
                 return [e.RunEvaluation(plan=message, buffers=buffers)]
@@ -226,7 +226,7 @@ class WorkerState:
         if self.phase not in _BUSY_ENDING:
             return False
         if isinstance(message, m.Abort) and isinstance(queued, m.StepPlan) and message.step == queued.step:
-            self._queued_is_aborted = True
+            self._queued_abort = message
             return True
         if not isinstance(message, m.StepPlan | m.EvaluationPlan | m.SendWeights):
             return False
@@ -239,13 +239,13 @@ class WorkerState:
         """Report, then start what waited; a step that was aborted meanwhile is only forgotten."""
         effects: list[e.Effect] = [e.Send(message=message)]
         event, self._queued = self._queued, None
-        aborted, self._queued_is_aborted = self._queued_is_aborted, False
+        abort, self._queued_abort = self._queued_abort, None
         if event is None:
             return effects
-        if aborted and isinstance(event.message, m.StepPlan):
+        if abort is not None and isinstance(event.message, m.StepPlan):
             self._check_epoch(event.message.epoch)
             self.plan, self.phase = event.message, Phase.ABORTING
-            return [*effects, e.ApplyAbort(step=event.message.step)]
+            return [*effects, e.ApplyAbort(abort=abort)]
         return [*effects, *self.handle(event, now=0.0)]
 
     def _check_step(self, step: int) -> m.StepPlan:

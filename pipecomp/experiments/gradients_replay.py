@@ -33,7 +33,7 @@ from pipecomp.experiments.links_cells import TEXT, TOKENIZER, rate_nbits_per_s
 from pipecomp.results import Row
 from pipecomp.runtime.channel import CodecThreads, Destination, Inbox
 from pipecomp.runtime.gradient_row import GradientRow, make_readable
-from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
+from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer, Update
 from pipecomp.runtime.rehearsal import make_codec, rehearse_codecs
 from pipecomp.runtime.replicas import Coding, Peers, ReplicaExchange, planned_nbytes
 from pipecomp.testing.goodput import measure_neighbours
@@ -362,7 +362,7 @@ def _one_worker_s(setting: Setting, config: RunConfig) -> dict[str, float]:
         for name, work in (
             ("codecs", lambda: exchange.rehearse(step)),  # noqa: B023 - called at once
             ("norms", optimizer.layer_norms),
-            ("optimizer", lambda: optimizer.step(1e-6, 1.0)),
+            ("optimizer", lambda: optimizer.step(Update(1e-6, 1.0))),
         ):
             begun = time.thread_time()
             work()

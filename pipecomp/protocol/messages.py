@@ -169,8 +169,10 @@ class Commit(Tagged, frozen=True, kw_only=True):
 
     epoch: int
     step: int
-    gradient_norm: float
+    gradient_norm: float  # of the receiver's replica, where each has its own
     clip_coefficient: float
+    freeze: bool = False  # from the next step on Adam's second moments stay as they are, and momenta are exchanged
+    average: bool = False  # then average the replicas' changes of parameters since they were the same
 
 
 class Abort(Tagged, frozen=True, kw_only=True):
@@ -179,6 +181,7 @@ class Abort(Tagged, frozen=True, kw_only=True):
     epoch: int
     step: int
     reason: str
+    average: bool = False  # as in Commit
 
 
 class Committed(Tagged, frozen=True, kw_only=True):

@@ -57,3 +57,4 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     meters: tuple[LinkMeter, ...]
     stores: tuple[StoreMeter, ...] = ()
     parameters_hash: str = ""  # of the worker's trainable parameters after the step, where replicas are compared: xxh3-64
+    second_moment: float = 0.0  # sum of Adam's, bias-corrected, while a warm-up of `quantized_adam` waits for it to be steady

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -36,11 +36,13 @@ from pipecomp.runtime.gradient_row import GradientRow
 from pipecomp.runtime.gradients import GradientSums, Tied
 from pipecomp.runtime.inlet import Inlet
 from pipecomp.runtime.link import Link, LinkHub
+from pipecomp.runtime.local_steps import LocalSteps
 from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
 from pipecomp.runtime.pipeline import Pipeline, check_layout
 from pipecomp.runtime.rehearsal import make_codec, make_schedule
 from pipecomp.runtime.replicas import Coding, Peers, ReplicaExchange
 from pipecomp.runtime.stage import StageRuntime
+from pipecomp.runtime.stale import StaleSums
 from pipecomp.runtime.stores import adopt, link_capacity_nbytes, open_store
 from pipecomp.runtime.tied import TiedExchange
 from pipecomp.transport.base import Address
@@ -131,8 +133,8 @@ class PipelineMaker:
         """The pipeline; its channels and inboxes still have to be started (`channels`, `inboxes`)."""
         ranks = tuple(Rank(s.rank) for s in self._assignment.stages)
         check_layout(ranks)
-        owned = self._owned()
-        self._sums = self._make_sums(owned)
+        optimizer = ShardOptimizer(self._owned(), self._config.train)
+        self._sums = self._make_sums(optimizer)
         try:
             stages = [self._stage_ends(stage) for stage in own_stages(self._assignment)]
         except BaseException:
@@ -143,7 +145,7 @@ class PipelineMaker:
             stages,
             ranks,
             make_schedule(self._config),
-            ShardOptimizer(owned, self._config.train),
+            optimizer,
             rank=Rank(self._assignment.rank),
             sums=self._sums,
             engine=self._engine,
@@ -235,25 +237,26 @@ class PipelineMaker:
                 owned.append(OwnedParameter(layer, name, parameter, counts_in_norm=not is_alias))
         return owned
 
-    def _make_sums(self, owned: Sequence[OwnedParameter]) -> GradientSums:
-        a, tied = self._assignment, self._tied()
+    def _make_sums(self, optimizer: ShardOptimizer) -> GradientSums:
+        a, tied, how = self._assignment, self._tied(), self._config.replicas
         if not a.peers:
-            return GradientSums(self._engine, tied)
+            return GradientSums(self._engine, optimizer, tied)
         stage = own_stages(a)[0].stage
         others = [peer.replica for peer in a.peers if peer.replica != a.replica]
         inboxes = {other: self.inboxes[gradients_link(a.rank, a.replica, other)] for other in others}
         peers = Peers(a.replica, inboxes, {other: self._destination(Kind.GRADIENTS, stage, other) for other in others})
-        coding = Coding(
-            make_codec(self._config, Kind.GRADIENTS), self._config.replicas.error_feedback, self._config.train.seed
-        )
+        coding = Coding(make_codec(self._config, Kind.GRADIENTS), how.error_feedback, self._config.train.seed)
         threads = self._engine.threads
         apart = tied.parameter if isinstance(tied, TiedExchange) else None
-        row = GradientRow([o.parameter for o in owned if o.parameter is not apart])
+        row = GradientRow([o.parameter for o in optimizer.owned if o.parameter is not apart])
         exchanges = [ReplicaExchange(f"{a.rank}", row, peers, coding, threads)]
         if apart is not None:  # both ends of a tied weight must come to the same bits: they cut it alike and name it alike
             start = exchanges[0].last_offset
             exchanges.append(ReplicaExchange("tied", GradientRow([apart]), peers, coding, threads, first_offset=start))
-        return GradientSums(self._engine, tied, exchanges, list(inboxes.values()))
+        links = list(inboxes.values())
+        if how.local_steps:
+            return LocalSteps(self._engine, optimizer, tied, exchanges, links, how)
+        return (StaleSums if how.overlap else GradientSums)(self._engine, optimizer, tied, exchanges, links)
 
     def _tied(self) -> Tied:
         tied = self._model.plan.tied

@@ -57,6 +57,8 @@ class GradientRow:
         self.parameters = tuple(reversed(parameters))
         self._ends = list(itertools.accumulate(parameter.numel() for parameter in self.parameters))
         self.num_values = self._ends[-1] if self._ends else 0
+        self.held: list[torch.Tensor] | None = None
+        """What the row is of in place of its parameters' own gradients, by parameter."""
 
     def buckets(self, num_replicas: int, piece: int = PIECE) -> Iterator[Bucket]:
         """The row in stretches of `piece` values a replica; what is left is shared out evenly."""
@@ -67,6 +69,21 @@ class GradientRow:
             pieces = (Piece(owner, a, b - a) for owner, (a, b) in enumerate(itertools.pairwise(bounds)))
             first, last = (bisect.bisect_right(self._ends, place) for place in (start, start + size - 1))
             yield Bucket(tuple(p for p in pieces if p.num_values), range(first, last + 1))
+
+    def take(self) -> list[torch.Tensor]:
+        """Gradients out of their parameters, which have none then; they are readable."""
+        gradients = []
+        for parameter in self.parameters:
+            assert parameter.grad is not None, "make_readable comes first"
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        return gradients
+
+    def release(self) -> None:
+        """What is held becomes the parameters' gradients."""
+        for parameter, gradient in zip(self.parameters, self.held or (), strict=True):
+            parameter.grad = gradient
+        self.held = None
 
     def read(self, piece: Piece) -> torch.Tensor:
         """(1, num_values) fp32; a view where the piece lies within one parameter."""
@@ -85,7 +102,7 @@ class GradientRow:
         place, end = piece.start, piece.start + piece.num_values
         index = bisect.bisect_right(self._ends, place)
         while place < end:
-            gradient = self.parameters[index].grad
+            gradient = self.parameters[index].grad if self.held is None else self.held[index]
             assert gradient is not None, "make_readable comes first"
             begin, stop = self._ends[index] - gradient.numel(), min(self._ends[index], end)
             if stop > place:

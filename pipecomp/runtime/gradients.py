@@ -3,6 +3,8 @@
     backward ...  last backward         all actions done
     |             | bucket by bucket    | tied weight's two gradients, then its bucket
     |             |====== replicas exchange ==========================|  gradients are those of the batch
+
+Two other ways are modules of their own: beside the next step (stale.py), and of parameters every few steps (local_steps.py).
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
-from pipecomp.errors import NonFiniteValues
+from pipecomp.errors import NonFiniteValues, RemoteProtocolError
 from pipecomp.protocol.messages import LinkMeter
 from pipecomp.protocol.spans import Doing, Subject
 from pipecomp.runtime.actions import cancel
 from pipecomp.runtime.channel import Inbox
 from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.gradient_row import make_readable
+from pipecomp.runtime.optimizer import ShardOptimizer
 from pipecomp.runtime.replicas import ReplicaExchange
 from pipecomp.runtime.tied import TiedExchange, add_tied_gradients
 from pipecomp.runtime.trace import COMPUTE
@@ -31,21 +34,38 @@ class GradientSums:
     """What becomes of one worker's gradients between its backwards and the vote."""
 
     def __init__(
-        self, engine: Engine, tied: Tied, replicas: Sequence[ReplicaExchange] = (), inboxes: Sequence[Inbox] = ()
+        self,
+        engine: Engine,
+        optimizer: ShardOptimizer,
+        tied: Tied,
+        replicas: Sequence[ReplicaExchange] = (),
+        inboxes: Sequence[Inbox] = (),
     ) -> None:
-        """`tied`: the exchange, or (embedding, head) parameters where both are here, or None. `inboxes`: of the links that
-        `replicas` use."""
+        """`optimizer`: says what becomes of a gradient before it is exchanged. `tied`: the exchange, or (embedding, head)
+        parameters where both are here, or None. `inboxes`: of the links that `replicas` use."""
         self._engine = engine
+        self._optimizer = optimizer
         self._tied = tied
         self._replicas = tuple(replicas)
         self._inboxes = tuple(inboxes)
         self._held = {id(parameter) for parameter in _tied_parameters(tied)}
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: set[int] = set()
+        self._num_replicas = self._replicas[0].num_replicas if self._replicas else 1
 
-    def begin(self, step: int) -> None:
-        """Be ready for the gradients of `step`."""
+    @property
+    def has_update(self) -> bool:
+        """Whether the step that is prepared has gradients to apply."""
+        return True
+
+    def begin(self, step: int, *, has_samples: bool) -> None:
+        """Be ready for the gradients of `step`; `has_samples`: whether this replica trains any in it."""
         self._loop = asyncio.get_running_loop()
+        self._ready = set()
+        self._start_exchanges(step)
+
+    def _start_exchanges(self, step: int) -> None:
         for exchange in self._replicas:
             exchange.begin()
         self._tasks = [asyncio.create_task(exchange.run(step)) for exchange in self._replicas]
@@ -53,7 +73,7 @@ class GradientSums:
     def on_gradient(self, parameter: torch.nn.Parameter) -> None:
         """A parameter's gradient is complete; called in the compute thread."""
         if self._tasks and id(parameter) not in self._held:
-            make_readable(parameter)
+            self._make_ready(parameter)
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._complete, parameter)
 
@@ -63,17 +83,23 @@ class GradientSums:
         Raises:
             NonFiniteValues: a gradient or a sum is not finite.
         """
-        recorder = self._engine.recorder
+        await self._add_tied(step)
+        if self._replicas or self._optimizer.is_frozen:
+            await self._engine.compute.run(self._make_all_ready)
+        for exchange in self._replicas:
+            exchange.complete_all()
+        await self._finish_exchanges(step)
+
+    async def _add_tied(self, step: int) -> None:
         if isinstance(self._tied, TiedExchange):
-            with recorder.during(Doing.TIED, COMPUTE, Subject(Kind.TIED, step=step)):
+            with self._engine.recorder.during(Doing.TIED, COMPUTE, Subject(Kind.TIED, step=step)):
                 await self._exchange_tied(self._tied, step)
         elif self._tied is not None:
             await self._engine.compute.run(add_tied_gradients, *self._tied)
-        if self._replicas:
-            await self._engine.compute.run(self._make_readable)
-            for exchange in self._replicas:
-                exchange.complete_all()
-            with recorder.during(Doing.REPLICAS, COMPUTE, Subject(Kind.GRADIENTS, step=step)):
+
+    async def _finish_exchanges(self, step: int) -> None:
+        if self._tasks:
+            with self._engine.recorder.during(Doing.REPLICAS, COMPUTE, Subject(Kind.GRADIENTS, step=step)):
                 await asyncio.gather(*self._tasks)
 
     async def _exchange_tied(self, tied: TiedExchange, step: int) -> None:
@@ -88,13 +114,17 @@ class GradientSums:
         await cancel(tasks)
 
     def end(self, step: int, *, is_committed: bool) -> None:
-        """The step is over: keep or forget its errors, and drop what still comes of it."""
+        """The step is over, in the optimizer too: keep or forget its errors, and drop what still comes of it."""
         for exchange in self._replicas:
             exchange.commit() if is_committed else exchange.abort()
         for inbox in self._inboxes:
             inbox.finish(Kind.GRADIENTS, step)
         if isinstance(self._tied, TiedExchange):
             self._tied.finish(step)
+
+    async def average(self, step: int) -> None:
+        """Average what replicas have trained apart. Raises RemoteProtocolError where they train together."""
+        raise RemoteProtocolError(f"step {step} is to end with an average of parameters, but replicas have the same already")
 
     def take_meters(self) -> list[LinkMeter]:
         """Meters since the last call."""
@@ -109,10 +139,22 @@ class GradientSums:
         for exchange in self._replicas:
             exchange.complete(parameter)
 
-    def _make_readable(self) -> None:
+    def freeze(self) -> None:
+        """From the next step on momenta are exchanged: errors of gradients, that are still to be added, count as little in
+        them as gradients do."""
         for exchange in self._replicas:
-            for parameter in exchange.row.parameters:
-                make_readable(parameter)
+            exchange.scale_errors(self._optimizer.gradient_part)
+
+    def _make_ready(self, parameter: torch.nn.Parameter) -> None:
+        """A gradient is complete here: make of it what is exchanged. In the compute thread, once a step."""
+        if id(parameter) not in self._ready:
+            self._ready.add(id(parameter))
+            make_readable(parameter)
+            self._optimizer.to_momentum(parameter, self._num_replicas)
+
+    def _make_all_ready(self) -> None:
+        for owned in self._optimizer.owned:
+            self._make_ready(owned.parameter)
 
 
 def _tied_parameters(tied: Tied) -> tuple[torch.nn.Parameter, ...]:

@@ -1,4 +1,5 @@
-"""Gradients of one worker: norms, clipping, AdamW. Knows parameters in layer order; no microbatches, no sockets.
+"""Gradients of one worker: norms, clipping, AdamW and quantized Adam. Knows parameters in layer order; no microbatches, no
+sockets.
 
 The global norm is one number for any split: each parameter's fp64 squared norm (`squared_norm`, whose order of summation is
 fixed here) is added up by the coordinator in layer order, then in order of definition.
@@ -14,6 +15,7 @@ import xxhash
 
 from pipecomp.config import TrainConfig
 from pipecomp.protocol.messages import LayerNorms
+from pipecomp.runtime.quantized_adam import FrozenAdam
 
 _CHUNK = 1 << 20
 
@@ -37,8 +39,20 @@ def squared_norm(gradient: torch.Tensor) -> float:
     return total
 
 
+class Update(NamedTuple):
+    """What is decided of a prepared step."""
+
+    learning_rate: float
+    clip_coefficient: float
+    freezes: bool = False
+    """From the next step on second moments stay as they are."""
+    averages: bool = False
+    """Then the replicas' changes of parameters are averaged."""
+
+
 class ShardOptimizer:
-    """AdamW over one worker's parameters; weights of matrices decay, vectors (biases, norms) do not."""
+    """AdamW over one worker's parameters; weights of matrices decay, vectors (biases, norms) do not. Once second moments are
+    frozen, what is exchanged and clipped is the momentum (`quantized_adam`)."""
 
     def __init__(self, owned: Iterable[OwnedParameter], train: TrainConfig) -> None:
         self.owned = tuple(owned)
@@ -60,6 +74,10 @@ class ShardOptimizer:
             if groups
             else None
         )
+        self._frozen: FrozenAdam | None = None
+        self._beta2 = train.adam_beta2
+        self.gradient_part = 1.0 - train.adam_beta1
+        """Of a gradient in a momentum."""
 
     def parameters_hash(self) -> str:
         """xxh3-64 of all parameters' bytes, in order, hexadecimal."""
@@ -77,18 +95,48 @@ class ShardOptimizer:
                 norms.setdefault(layer, []).append(0.0 if gradient is None else squared_norm(gradient))
         return tuple(LayerNorms(layer, tuple(values)) for layer, values in sorted(norms.items()))
 
-    def step(self, learning_rate: float, clip_coefficient: float) -> None:
-        """Scale the gradients by `clip_coefficient` (fp32), step, and let the gradients go."""
+    @property
+    def is_frozen(self) -> bool:
+        """Whether second moments stay as they are, and gradients become momenta before they are exchanged."""
+        return self._frozen is not None
+
+    def step(self, update: Update) -> None:
+        """Scale the gradients (or momenta) by the update's `clip_coefficient` (fp32), step, and let them go."""
         if self._adam is None:
             return
         for owned in self.owned:
             if owned.parameter.grad is None:
                 owned.parameter.grad = torch.zeros_like(owned.parameter)
-            owned.parameter.grad.mul_(clip_coefficient)
-        for group in self._adam.param_groups:
-            group["lr"] = learning_rate
-        self._adam.step()
+            owned.parameter.grad.mul_(update.clip_coefficient)
+        if self._frozen is not None:
+            self._frozen.step(update.learning_rate)
+        else:
+            for group in self._adam.param_groups:
+                group["lr"] = update.learning_rate
+            self._adam.step()
         self.forget()
+
+    def freeze(self) -> None:
+        """Keep second moments as they are from now on. After at least one step."""
+        if self._adam is not None and self._frozen is None:
+            self._frozen = FrozenAdam(self._adam)
+
+    def to_momentum(self, parameter: torch.nn.Parameter, num_replicas: int) -> None:
+        """Once frozen, replace a gradient by this replica's part of the next momentum; before that it is left alone."""
+        if self._frozen is not None:
+            self._frozen.to_momentum(parameter, num_replicas)
+
+    def second_moment(self) -> float:
+        """Sum of all second moments, bias-corrected, in fp64; a tied weight's alias is left out. 0 before the first step."""
+        if self._adam is None:
+            return 0.0
+        total = 0.0
+        for owned in self.owned:
+            state = self._adam.state.get(owned.parameter)
+            if state and owned.counts_in_norm:
+                correction = 1.0 - self._beta2 ** float(state["step"])
+                total += float(state["exp_avg_sq"].sum(dtype=torch.float64)) / correction
+        return total
 
     def forget(self) -> None:
         """Drop all gradients (an aborted step)."""

@@ -28,7 +28,7 @@ from pipecomp.runtime.coding import LinkCoder
 from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.gradients import GradientSums
 from pipecomp.runtime.inlet import Inlet
-from pipecomp.runtime.optimizer import ShardOptimizer
+from pipecomp.runtime.optimizer import ShardOptimizer, Update
 from pipecomp.runtime.trace import COMPUTE, StepNotes
 from pipecomp.schedules.base import Action, ActionKind, Schedule
 from pipecomp.types import Kind, Rank
@@ -113,7 +113,7 @@ class Pipeline:
         order = [ref.sample_id for refs in plan.microbatches for ref in refs]
         for coder in self._coders():
             coder.prefetch(order)
-        self._sums.begin(plan.step)
+        self._sums.begin(plan.step, has_samples=bool(plan.microbatches))
         try:
             prepared = await self._until_refused(self._run_actions(plan, self._batches(plan, buffers)))
         finally:
@@ -136,20 +136,36 @@ class Pipeline:
             self._refused.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def commit(self, step: int, *, learning_rate: float, clip_coefficient: float) -> None:
-        """Apply a prepared step: weights, then messages."""
+    async def commit(self, step: int, update: Update) -> None:
+        """Apply a prepared step: weights, then messages, then what replicas are to have in common.
+
+        Raises:
+            NonFiniteValues: an average of parameters was due, and one is not finite.
+        """
         self._note("commit", step)
         self._notes.decided(step)
-        optimize = self._recorder.timed(Doing.OPTIMIZER, Subject(step=step), self.optimizer.step, lane=COMPUTE)
-        await self.compute.run(optimize, learning_rate, clip_coefficient)
+        if self._sums.has_update:
+            optimize = self._recorder.timed(Doing.OPTIMIZER, Subject(step=step), self.optimizer.step, lane=COMPUTE)
+            await self.compute.run(optimize, update)
+        else:
+            self.optimizer.forget()
+        if update.freezes:
+            await self.compute.run(self.optimizer.freeze)
+            self._sums.freeze()
         for coder in self._coders():
             coder.commit(step)
+        await self._average(step, update.averages)
         self._finish(step, is_committed=True)
         self._notes.end(Doing.STEP, step)
         self._note("waiting for the next step", step)
 
-    async def abort(self, step: int) -> None:
-        """Forget a step, at whatever point it was."""
+    async def _average(self, step: int, is_due: bool) -> None:
+        if is_due:
+            self._note("average of replicas", step)
+            await self._sums.average(step)
+
+    async def abort(self, step: int, *, averages: bool = False) -> None:
+        """Forget a step, at whatever point it was. `averages`: as of an `Update`."""
         self._note("abort", step)
         for stage in self.stages.values():
             for channel in (stage.forward_out, stage.backward_out):
@@ -159,6 +175,7 @@ class Pipeline:
         await self.compute.run(self._forget)
         for coder in self._coders():
             coder.abort(step)
+        await self._average(step, averages)
         self._finish(step, is_committed=False)
         self.take_meters()  # of a step that never was
         self._notes.end(Doing.ABORTED, step)

@@ -20,7 +20,7 @@ from pipecomp.config import RunConfig
 from pipecomp.models.base import CLASSIFICATION, Batch, Model, StageModule
 from pipecomp.protocol.messages import SampleRef
 from pipecomp.runtime.coding import LinkCoder
-from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer
+from pipecomp.runtime.optimizer import OwnedParameter, ShardOptimizer, Update
 from pipecomp.runtime.rehearsal import make_codec
 from pipecomp.runtime.stage import StageRuntime
 from pipecomp.types import Kind, SampleId, Shard
@@ -204,7 +204,7 @@ def _updates_per_s(config: RunConfig, model: Model, layer: int) -> float:
             each.parameter.grad = torch.full_like(each.parameter, 1e-3)
         started = time.perf_counter()
         optimizer.layer_norms()
-        optimizer.step(1e-6, 1.0)
+        optimizer.step(Update(1e-6, 1.0))
         return (time.perf_counter() - started,)
 
     return num_parameters / min(seconds for (seconds,) in _repeat(update))

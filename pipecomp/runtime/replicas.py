@@ -99,6 +99,10 @@ class ReplicaExchange:
         self._places = {id(parameter): index for index, parameter in enumerate(row.parameters)}
 
     @property
+    def num_replicas(self) -> int:
+        return self._peers.num_replicas
+
+    @property
     def error_nbytes(self) -> int:
         """What is kept of errors."""
         return sum(error.nbytes for error in self._errors.values())
@@ -154,6 +158,11 @@ class ReplicaExchange:
         """The step never was."""
         self._staged = {}
         self._meters = []
+
+    def scale_errors(self, factor: float) -> None:
+        """What is exchanged from now on is so many times what it was."""
+        for error in self._errors.values():
+            error.mul_(factor)
 
     def rehearse(self, step: int) -> None:
         """All coding of one step and its commit, as if every other replica sent what this one has: to measure what it costs."""

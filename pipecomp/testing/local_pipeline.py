@@ -37,6 +37,7 @@ from pipecomp.runtime.channel import CodecThreads
 from pipecomp.runtime.compute import ComputeThread
 from pipecomp.runtime.engine import Engine
 from pipecomp.runtime.link import LinkHub
+from pipecomp.runtime.optimizer import Update
 from pipecomp.runtime.pipeline import EvaluationSums, Pipeline, PreparedStep
 from pipecomp.runtime.stores import StoreHome, count_ends, store_settings
 from pipecomp.transport.base import Address
@@ -174,26 +175,37 @@ class LocalPipeline:
         self._step = plans[0][0].step
         return await self._all(rank.run_step(*plans[place // self._num_ranks]) for place, rank in enumerate(self.ranks))
 
-    async def run_steps(self, plans: Plans, *, abort: bool = False) -> StepOutcome:
-        """A step for one plan a replica."""
+    async def run_steps(
+        self, plans: Plans, *, abort: bool = False, freezes: bool = False, averages: bool = False
+    ) -> StepOutcome:
+        """A step for one plan a replica; `freezes` and `averages` as of an `Update`."""
         plan, prepared = plans[0][0], await self.prepare(plans)
-        loss = sum(s for p in prepared for s in p.loss_sums) / plan.num_targets
+        num_targets = sum(p.num_targets for p, _ in plans) if self._train_apart else plan.num_targets
+        loss = sum(s for p in prepared for s in p.loss_sums) / num_targets
         self.prepared_norms = [p.layer_norms for p in prepared]
-        norms = sorted((n for p in prepared[: self._num_ranks] for n in p.layer_norms), key=lambda n: n.layer)
+        norms = [self._norm(prepared[first :][: self._num_ranks]) for first in range(0, len(prepared), self._num_ranks)]
+        if abort:
+            await self._all(rank.abort(plan.step, averages=averages) for rank in self.ranks)
+        else:
+            updates = [Update(plan.learning_rate, self._clip(norm), freezes, averages) for norm in norms]
+            pairs = enumerate(self.ranks)
+            await self._all(rank.commit(plan.step, updates[place // self._num_ranks]) for place, rank in pairs)
+        return StepOutcome(loss, max(norms))
+
+    def _norm(self, prepared: Sequence[PreparedStep]) -> float:
         total = 0.0
-        for layer in norms:
+        for layer in sorted((n for p in prepared for n in p.layer_norms), key=lambda n: n.layer):
             for value in layer.squared_norms:
                 total += value
-        norm = math.sqrt(total)
+        return math.sqrt(total)
+
+    def _clip(self, norm: float) -> float:
         limit = self.config.train.max_grad_norm
-        clip = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-        if abort:
-            await self._all(rank.abort(plan.step) for rank in self.ranks)
-        else:
-            await self._all(
-                rank.commit(plan.step, learning_rate=plan.learning_rate, clip_coefficient=clip) for rank in self.ranks
-            )
-        return StepOutcome(loss, norm)
+        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+    @property
+    def _train_apart(self) -> bool:
+        return self.num_replicas > 1 and self.config.replicas.local_steps > 0
 
     async def evaluate(self, microbatches: Microbatches) -> Evaluation:
         """Mean loss without dropout, and of a classifier its accuracy."""
@@ -324,7 +336,7 @@ class LocalPipeline:
 
     def plans(self, shares: Sequence[Microbatches], *, learning_rate: float) -> Plans:
         """The next step's, for each replica's microbatches."""
-        num_targets = max(1, sum(self._num_targets(share) for share in shares if share))
+        all_targets = max(1, sum(self._num_targets(share) for share in shares if share))
         plans, first = [], 0
         for share in shares:
             refs, buffers = _refs_and_buffers(share)
@@ -332,7 +344,7 @@ class LocalPipeline:
                 epoch=_EPOCH,
                 step=self._step + 1,
                 learning_rate=learning_rate,
-                num_targets=num_targets,
+                num_targets=max(1, self._num_targets(share)) if self._train_apart else all_targets,
                 microbatches=refs,
                 first_microbatch=first,
                 has_input_ids=True,

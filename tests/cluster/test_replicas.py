@@ -5,77 +5,16 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from pipecomp.config import RunConfig, parse_run_config
 from pipecomp.errors import RemoteProtocolError
 from pipecomp.protocol.messages import LayerNorms
+from pipecomp.runtime.optimizer import Update
 from pipecomp.runtime.pipeline import StepRefused
-from pipecomp.testing.local_pipeline import LocalPipeline, LocalSample
+from pipecomp.testing.local_pipeline import LocalPipeline
+from pipecomp.testing.replica_runs import IDENTITY, one_process, replica_model, replica_run, shares_of_step
 from pipecomp.types import Kind
-
-VOCAB = 61
-IDENTITY = {"codec": "identity"}
-MODEL: dict[str, Any] = {
-    "model_type": "gpt2",
-    "n_layer": 4,
-    "n_embd": 16,
-    "n_head": 2,
-    "n_positions": 32,
-    "vocab_size": VOCAB,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-Shares = list[list[list[LocalSample]]]
-
-
-def config(
-    replicas: int,
-    stages: int,
-    *,
-    gradients: dict[str, Any] = IDENTITY,
-    activations: dict[str, Any] = IDENTITY,
-    tied: str = "auto",
-    feedback: bool = True,
-    dropout: float = 0.0,
-    deferred: int = 0,
-) -> RunConfig:
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return parse_run_config(
-        {
-            "model": {"config": {**MODEL, **dropouts}, "weights": "random"},
-            "data": {"train": "unused.txt", "tokenizer": "unused", "max_length": 12},
-            "train": {"batch_size": 16, "num_microbatches": 2, "max_grad_norm": 0.5, "weight_decay": 0.1, "seed": 7},
-            "compression": {
-                "forward": activations, "backward": IDENTITY, "tied": IDENTITY, "gradients": gradients,
-            },
-            "cluster": {
-                "num_stages": stages, "num_replicas": replicas, "tied_weights": tied, "num_deferred": deferred,
-            },
-            "replicas": {"error_feedback": feedback},
-        }
-    )  # fmt: skip
-
-
-def model(dropout: float = 0.0) -> dict[str, Any]:
-    return {**MODEL, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)}
-
-
-def shares_of_step(step: int, replicas: int, *, count: int = 13) -> Shares:
-    """Ragged samples of one global batch, cut for `replicas`; in every fourth step the last replicas have none."""
-    draw = np.random.default_rng(step)
-    samples = []
-    for i in range(count if step % 4 else 2):
-        ids = draw.integers(1, VOCAB, size=int(draw.integers(2, 13))).tolist()
-        samples.append(LocalSample(1000 * (step % 5) + i, ids, ids))
-    owned = [samples[len(samples) * r // replicas : len(samples) * (r + 1) // replicas] for r in range(replicas)]
-    return [[list(part) for part in (own[:1], own[1:]) if part] for own in owned]
-
-
-def one_process(shares: Shares) -> Shares:
-    return [[microbatch for share in shares for microbatch in share]]
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -90,9 +29,11 @@ async def test_averaged_gradients_and_parameters_are_those_of_one_process(replic
     cut = max(2, replicas)
     deferred = 2 if stages == 2 else 0
     many = LocalPipeline(
-        config(replicas, stages, tied=tied, dropout=0.1, deferred=deferred), model(0.1), num_ranks=stages
+        replica_run(replicas, stages, dropout=0.1, cluster={"tied_weights": tied, "num_deferred": deferred}),
+        replica_model(0.1),
+        num_ranks=stages,
     )
-    one = LocalPipeline(config(1, 1, dropout=0.1), model(0.1), num_ranks=1)
+    one = LocalPipeline(replica_run(1, 1, dropout=0.1), replica_model(0.1), num_ranks=1)
     async with many, one:
         for step in range(1, 21):
             shares = shares_of_step(step, cut)
@@ -167,10 +108,15 @@ async def test_replicas_stay_bit_identical_over_five_hundred_steps(gradients: di
 
 async def train_and_compare(replicas: int, gradients: dict[str, Any], *, num_steps: int) -> None:
     """After every step; every fifth is aborted, once after all are prepared and once before."""
-    run = config(
-        replicas, 2, gradients=gradients, activations={"codec": "delta", "bits": 3}, tied="exchange", dropout=0.1
+    run = replica_run(
+        replicas,
+        2,
+        gradients=gradients,
+        activations={"codec": "delta", "bits": 3},
+        cluster={"tied_weights": "exchange"},
+        dropout=0.1,
     )
-    async with LocalPipeline(run, model(0.1), num_ranks=2) as pipeline:
+    async with LocalPipeline(run, replica_model(0.1), num_ranks=2) as pipeline:
         for step in range(1, num_steps + 1):
             before = pipeline.parameters()
             aborts = step % 5 == 0
@@ -183,10 +129,10 @@ async def train_and_compare(replicas: int, gradients: dict[str, Any], *, num_ste
 
 
 async def test_an_aborted_step_leaves_no_error_behind() -> None:
-    run = config(2, 1, gradients={"codec": "uniform", "bits": 2})
+    run = replica_run(2, 1, gradients={"codec": "uniform", "bits": 2})
     parameters = []
     for aborted in (False, True):
-        async with LocalPipeline(run, model(), num_ranks=1) as pipeline:
+        async with LocalPipeline(run, replica_model(), num_ranks=1) as pipeline:
             await pipeline.step_of_replicas(shares_of_step(1, 2), learning_rate=1e-3)
             if aborted:
                 await pipeline.step_of_replicas(shares_of_step(2, 2), learning_rate=1e-3, abort=True)
@@ -199,8 +145,8 @@ async def test_an_aborted_step_leaves_no_error_behind() -> None:
 
 
 async def test_one_replica_s_bad_gradient_refuses_the_step_and_the_run_goes_on() -> None:
-    run = config(2, 1, gradients={"codec": "uniform", "bits": 4})
-    async with LocalPipeline(run, model(), num_ranks=1) as pipeline:
+    run = replica_run(2, 1, gradients={"codec": "uniform", "bits": 4})
+    async with LocalPipeline(run, replica_model(), num_ranks=1) as pipeline:
         weight = pipeline.modules[1][0].get_parameter(next(n for n, _ in pipeline.modules[1][0].named_parameters()))
         kept = weight.detach().clone()
         with torch.no_grad():
@@ -223,8 +169,8 @@ async def test_bytes_of_the_exchange_are_those_of_the_codec_over_all_pieces(
 ) -> None:
     from pipecomp.runtime.replicas import planned_nbytes
 
-    run = config(replicas, 2, gradients=gradients, tied="exchange")
-    async with LocalPipeline(run, model(), num_ranks=2) as pipeline:
+    run = replica_run(replicas, 2, gradients=gradients, cluster={"tied_weights": "exchange"})
+    async with LocalPipeline(run, replica_model(), num_ranks=2) as pipeline:
         for step in (1, 2, 3):
             await pipeline.step_of_replicas(shares_of_step(step, replicas), learning_rate=1e-3)
         planned = sum(
@@ -245,16 +191,16 @@ async def test_feedback_is_what_makes_two_bits_add_up() -> None:
     """Over many steps of the same gradient, what is applied adds up to it with feedback, and does not without."""
     gaps = []
     for feedback in (True, False):
-        run = config(2, 1, gradients={"codec": "uniform", "bits": 1}, feedback=feedback)
-        async with LocalPipeline(run, model(), num_ranks=1) as pipeline:
+        run = replica_run(2, 1, gradients={"codec": "uniform", "bits": 1}, replicas={"error_feedback": feedback})
+        async with LocalPipeline(run, replica_model(), num_ranks=1) as pipeline:
             total: dict[str, torch.Tensor] = {}
             for _ in range(30):
                 await pipeline.prepare(pipeline.plans(shares_of_step(1, 2), learning_rate=0.0))
                 found = pipeline.gradients()
                 total = {name: total.get(name, torch.zeros_like(g)) + g / 30 for name, g in found.items()}
                 for rank in pipeline.ranks:
-                    await rank.commit(pipeline._step, learning_rate=0.0, clip_coefficient=1.0)
-        async with LocalPipeline(config(2, 1), model(), num_ranks=1) as exact:
+                    await rank.commit(pipeline._step, Update(0.0, 1.0))
+        async with LocalPipeline(replica_run(2, 1), replica_model(), num_ranks=1) as exact:
             await exact.prepare(exact.plans(shares_of_step(1, 2), learning_rate=0.0))
             true = exact.gradients()
         gaps.append(sum(float((total[n] - g).square().sum()) for n, g in true.items()))
@@ -262,8 +208,8 @@ async def test_feedback_is_what_makes_two_bits_add_up() -> None:
 
 
 async def test_a_piece_of_another_codec_is_refused_by_name() -> None:
-    run = config(2, 1, gradients={"codec": "uniform", "bits": 4})
-    async with LocalPipeline(run, model(), num_ranks=1) as pipeline:
+    run = replica_run(2, 1, gradients={"codec": "uniform", "bits": 4})
+    async with LocalPipeline(run, replica_model(), num_ranks=1) as pipeline:
         exchange = pipeline.ranks[1]._sums._replicas[0]
         from pipecomp.codecs.cast import Cast
 

@@ -135,7 +135,8 @@ def plain_loss(folder: Path, config: RunConfig) -> float:
     """Held-out loss of the saved folder in plain transformers."""
     from transformers import AutoModelForCausalLM
 
-    batches = prepare_run(config, None).batches
+    alone = msgspec.structs.replace(config.cluster, num_replicas=1)  # who has all samples
+    batches = prepare_run(msgspec.structs.replace(config, cluster=alone), None).batches
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     loss_sum, num_targets = 0.0, 0
     for part, size in enumerate(batches.evaluation_sizes):
@@ -500,3 +501,49 @@ async def test_where_the_number_of_replicas_changes_only_samples_that_must_move_
         **{f"2/{link}": (26 // 3, 0) for link in ("0-1", "1-2")},
     }
     assert set(found[2].values()) == {(0, 0)}  # those that come back are known from before
+
+
+async def test_replicas_that_train_apart_exchange_parameters_every_few_steps_and_end_with_one_model(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        data={"max_train_samples": 26},
+        train={"num_train_epochs": 2, "eval_steps": 5},  # 14 steps: averages after 4, 5, 9, 10, 14
+        cluster={"num_replicas": 2},
+        replicas={"local_steps": 4, "check_steps": 1},
+    )
+    cluster = Cluster(config)
+    finish, summary = await cluster.run()
+    assert finish.exit_code == 0, finish.cause
+    values = {name: sum(p.numel() for p in _trained(worker)) for name, worker in zip("ab", cluster.workers[:2], strict=True)}
+    assert summary["steps"] == 14
+    # Each parameter crosses to its owner and back as a sum, from either side one of the two.
+    assert summary["traffic"]["gradients"]["values"] == 5 * 2 * sum(values.values())
+    assert summary["eval_loss"] == pytest.approx(plain_loss(tmp_path / "model", config), rel=1e-4)
+    assert summary["eval_loss"] < summary["initial_eval_loss"]
+
+
+def _trained(worker: WorkerService) -> list[torch.nn.Parameter]:
+    return [owned.parameter for owned in worker._work._ready.optimizer.owned]
+
+
+@pytest.mark.parametrize("ways", [{}, {"overlap": True}], ids=str)
+async def test_replicas_by_quantized_adam_or_a_step_late_train_and_stay_the_same(tmp_path: Path, ways: dict[str, Any]) -> None:
+    optim = {} if ways else {"optim": "quantized_adam"}
+    config = make_config(
+        tmp_path,
+        data={"max_train_samples": 26 if ways else 240},
+        train={"num_train_epochs": 2, **optim},
+        cluster={"num_replicas": 2},
+        replicas={"check_steps": 1, **ways},
+    )
+    cluster = Cluster(config)
+    finish, summary = await cluster.run()
+    assert finish.exit_code == 0, finish.cause
+    assert summary["eval_loss"] == pytest.approx(plain_loss(tmp_path / "model", config), rel=1e-4)
+    assert summary["eval_loss"] < summary["initial_eval_loss"]
+    frozen = summary["second_moments_frozen_after_step"]
+    if ways:
+        assert frozen is None
+    else:
+        assert 18 + 6 < frozen < 120  # 15 % of 120 steps, a window of 5 %, and then until they are steady
+        assert f"second moments stay as after step {frozen}" in cluster.output.getvalue()

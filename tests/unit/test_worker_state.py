@@ -118,7 +118,10 @@ def test_a_plan_that_is_aborted_during_the_commit_before_it_never_runs() -> None
     state = at(*PREPARED, told(commit(3)), told(plan(4)))
     assert state.handle(told(m.Abort(epoch=1, step=4, reason="NaN")), now=0.0) == []
     done = e.Send(message=m.Committed(epoch=1, step=3, report=REPORT))
-    assert state.handle(e.StepCommitted(step=3, report=REPORT), now=0.0) == [done, e.ApplyAbort(step=4)]
+    assert state.handle(e.StepCommitted(step=3, report=REPORT), now=0.0) == [
+        done,
+        e.ApplyAbort(abort=m.Abort(epoch=1, step=4, reason="NaN")),
+    ]
     assert state.handle(e.StepAborted(step=4), now=0.0) == [e.Send(message=m.Aborted(epoch=1, step=4))]
     assert state.handle(told(plan(5)), now=0.0) == [e.RunStep(plan=plan(5), buffers=())]
 
@@ -132,7 +135,7 @@ def test_the_abort_of_a_step_that_is_being_committed_is_the_coordinators_fault()
 def test_an_abort_ends_the_step_wherever_it_is(before: tuple[e.Event, ...]) -> None:
     state = at(*before)
     abort = m.Abort(epoch=1, step=3, reason="loss is not finite")
-    assert state.handle(told(abort), now=0.0) == [e.ApplyAbort(step=3)]
+    assert state.handle(told(abort), now=0.0) == [e.ApplyAbort(abort=abort)]
     aborted = m.Aborted(epoch=1, step=3)
     assert state.handle(e.StepAborted(step=3), now=0.0) == [e.Send(message=aborted)]
 

@@ -18,7 +18,11 @@ REPORT = m.StepReport(compute_s=0.0, peak_memory_nbytes=0, message_nbytes=0, tra
 
 
 def make_config(
-    num_workers: int = 2, train: dict[str, object] | None = None, store: str = "memory", num_replicas: int = 1
+    num_workers: int = 2,
+    train: dict[str, object] | None = None,
+    store: str = "memory",
+    num_replicas: int = 1,
+    local_steps: int = 0,
 ) -> RunConfig:
     return parse_run_config(
         {
@@ -27,6 +31,7 @@ def make_config(
             "train": {"learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", **(train or {})},
             "messages": {"store": store},
             "cluster": {"num_stages": num_workers // num_replicas, "num_replicas": num_replicas},
+            "replicas": {"local_steps": local_steps},
         }
     )
 
@@ -67,11 +72,17 @@ class Script:
     """A coordinator and what it did last. Worker i is peer i and is called w<i>."""
 
     def __init__(
-        self, num_workers: int = 2, train: dict[str, object] | None = None, store: str = "memory", **terms: int
+        self,
+        num_workers: int = 2,
+        train: dict[str, object] | None = None,
+        store: str = "memory",
+        *,
+        local_steps: int = 0,
+        **terms: int,
     ) -> None:
         self.num_workers = num_workers
         self.num_ranks = num_workers // terms.get("num_replicas", 1)
-        config = make_config(num_workers, train, store, terms.get("num_replicas", 1))
+        config = make_config(num_workers, train, store, terms.get("num_replicas", 1), local_steps)
         self.state = CoordinatorState(config, Identity("run1", "1.0", "memory://weights"))
         self.terms = make_terms(num_workers, **terms)
         self.now = 0.0
@@ -114,8 +125,10 @@ class Script:
         norms = (m.LayerNorms(3 * rank, (squared_norm,)),)
         return self.say(worker, m.Prepared(epoch=EPOCH, step=step, loss_sums=losses, layer_norms=norms))
 
-    def committed(self, worker: int, step: int, parameters_hash: str = "") -> list[e.Effect]:
-        report = msgspec.structs.replace(REPORT, parameters_hash=parameters_hash)
+    def committed(
+        self, worker: int, step: int, parameters_hash: str = "", second_moment: float = 0.0
+    ) -> list[e.Effect]:
+        report = msgspec.structs.replace(REPORT, parameters_hash=parameters_hash, second_moment=second_moment)
         return self.say(worker, m.Committed(epoch=EPOCH, step=step, report=report))
 
     def failed(self, worker: int, step: int, reason: str = "NaN") -> list[e.Effect]:
