@@ -2,7 +2,7 @@
 sockets.
 
 The global norm is one number for any split: each parameter's fp64 squared norm (`squared_norm`, whose order of summation is
-fixed here) is added up by the coordinator in layer order, then in order of definition.
+fixed here, and for every machine alike) is added up by the coordinator in layer order, then in order of definition.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -17,7 +18,7 @@ from pipecomp.config import TrainConfig
 from pipecomp.protocol.messages import LayerNorms
 from pipecomp.runtime.quantized_adam import FrozenAdam
 
-_CHUNK = 1 << 20
+_LANES, _ROWS = 1 << 12, 16
 
 
 class OwnedParameter(NamedTuple):
@@ -30,13 +31,27 @@ class OwnedParameter(NamedTuple):
 
 
 def squared_norm(gradient: torch.Tensor) -> float:
-    """fp64 squared norm: sums of 2^20 values at a time in row-major order, added in that order."""
-    flat = gradient.reshape(-1)
-    total = 0.0
-    for chunk in flat.split(_CHUNK):
-        wide = chunk.double()
-        total += float(torch.dot(wide, wide))
-    return total
+    """fp64 squared norm, the same bits on every machine and with any number of threads.
+
+    Lane i of 4,096 sums the squares of values i, i + 4096, ... in row-major order, one after the other; then lanes are folded in
+    halves, i + (i + half). The square of an fp32 value is exact in fp64, so only these sums are rounded.
+    """
+    values = gradient.detach().reshape(-1).numpy()
+    whole = len(values) // _LANES * _LANES
+    sums, squares = np.zeros(_LANES), np.empty((_ROWS, _LANES))
+    for start in range(0, whole, _ROWS * _LANES):
+        part = values[start : min(start + _ROWS * _LANES, whole)].reshape(-1, _LANES)
+        rows = squares[: len(part)]
+        np.multiply(part, part, out=rows, dtype=np.float64)
+        rows[0] += sums
+        np.add.reduce(rows, axis=0, out=sums)
+    rest = values[whole:].astype(np.float64)
+    sums[: len(rest)] += rest * rest
+    half = _LANES // 2
+    while half:
+        sums = sums[:half] + sums[half : 2 * half]
+        half //= 2
+    return float(sums[0])
 
 
 class Update(NamedTuple):

@@ -112,10 +112,33 @@ def test_a_plan_without_microbatches_is_one_of_a_batch_in_which_the_replica_has_
 # ---------------------------------------------------------------- gradients
 
 
-def test_the_squared_norm_is_the_fp64_sum_in_its_fixed_order() -> None:
-    values = torch.randn(2**20 + 5, generator=torch.Generator().manual_seed(0))
-    first, rest = values[: 2**20].double(), values[2**20 :].double()
-    assert squared_norm(values.reshape(1, -1)) == float(first.dot(first)) + float(rest.dot(rest))
+@pytest.mark.parametrize("count", [1, 5, 4096, 4097, 70_000, 2**17 + 5])
+def test_the_squared_norm_is_the_fp64_sum_in_its_fixed_order(count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    lanes = [0.0] * 4096
+    for index, value in enumerate(values.tolist()):
+        lanes[index % 4096] += value * value
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+    assert squared_norm(values.reshape(1, -1)) == lanes[0]
+
+
+def test_the_squared_norm_has_the_same_bits_with_any_number_of_threads() -> None:
+    """torch's own dot product has not: workers of one stage may have unlike numbers of cores."""
+    values, found = torch.randn(3_000_017, generator=torch.Generator().manual_seed(0)), set()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            found.add(squared_norm(values))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(float(values.double().square().sum()), rel=1e-12)
+
+
+def test_the_squared_norm_of_large_values_and_of_what_is_not_finite() -> None:
     assert squared_norm(torch.full((3,), 1e30)) == pytest.approx(3e60)  # would overflow in fp32
 
 
